@@ -1,0 +1,128 @@
+"""Command-line flags from a frozen dataclass: each field is one flag, declared once with `option`. All problems that
+flags show by themselves are found together, and unknown ones get their closest match."""
+import argparse
+import dataclasses
+import difflib
+import functools
+import textwrap
+from typing import get_args
+
+
+class UserError(Exception):
+    """Something the person can mend: printed as one message, without a traceback."""
+
+
+def option(default, help, choices=None, low=None, above=None):
+    """One flag: default, help, allowed values, smallest value (`low`) or exclusive lower bound (`above`)."""
+    meta = dict(help=help, choices=choices, low=low, above=above)
+    return dataclasses.field(default=default, metadata=meta)
+
+
+def type_of(spec: dataclasses.Field) -> type:
+    """The type of a field's values: `int` for both `int` and `int | None`."""
+    return next(t for t in (*get_args(spec.type), spec.type) if t is not type(None))
+
+
+def to_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+        raise ValueError
+    return text.lower() in ("true", "1", "yes")
+
+
+def convert(spec: dataclasses.Field, problems: list[str], text: str):
+    """The value of one flag. A bad one is noted and replaced by the default, so that the others are still looked at."""
+    kind = type_of(spec)
+    try:
+        return (to_bool if kind is bool else kind)(text)
+    except ValueError:
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        problems.append(f"--{spec.name} {text}: expected {wanted}")
+        return spec.default
+
+
+def closest(name: str, known) -> str:
+    found = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {found[0]}? " if found else ""
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """One flag and its type on a line, its sentence below."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=6, width=88)
+
+    def add_usage(self, usage, actions, groups, prefix=None):
+        super().add_usage("%(prog)s [--flag value ...]", actions, groups, prefix)
+
+
+def make_parser(config: type, groups: dict[str, str], description: str, problems: list[str]) -> argparse.ArgumentParser:
+    """`groups` maps the first field of each group of --help to its title."""
+    parser = argparse.ArgumentParser(prog="train.py", description=description, allow_abbrev=False,
+                                     formatter_class=HelpFormatter)
+    target = parser
+    for spec in dataclasses.fields(config):
+        if spec.name in groups:
+            target = parser.add_argument_group(groups[spec.name])
+        kind, default, choices = type_of(spec), spec.default, spec.metadata["choices"]
+        shown = {True: "true", False: "false", None: None}.get(default, default) if kind is bool else default
+        text = spec.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
+        text += "" if default is None else f" (default: {shown})"
+        extra = dict(nargs="?", const=True) if kind is bool else {}
+        target.add_argument(f"--{spec.name}", default=default, help=text.replace("%", "%%"),
+                            metavar="true|false" if kind is bool else kind.__name__.upper(),
+                            type=functools.partial(convert, spec, problems), **extra)
+
+    def error(message):
+        raise UserError("\n  ".join([*problems, message]))
+    parser.error = error
+    return parser
+
+
+def unknown_flags(rest: list[str], names: list[str]) -> list[str]:
+    """Messages for what the parser did not take; the value behind an unknown flag is not reported a second time."""
+    found = []
+    for before, text in zip(["", *rest], rest):
+        if text.startswith("--"):
+            flag = text.split("=")[0]
+            hint = closest(flag[2:], names).replace("mean ", "mean --").rstrip()
+            found.append(f"unknown flag {flag}" + (f" ({hint})" if hint else ""))
+        elif not before.startswith("--"):
+            found.append(f"unexpected argument {text!r}")
+    return found
+
+
+def check_values(config) -> list[str]:
+    """Problems of single values: not among the choices, or out of range."""
+    problems = []
+    for spec in dataclasses.fields(config):
+        value, meta = getattr(config, spec.name), spec.metadata
+        if value is None:
+            continue
+        if meta["choices"] and value not in meta["choices"]:
+            hint = closest(str(value), meta["choices"])
+            problems.append(f"--{spec.name} {value}: {hint}choose from {', '.join(meta['choices'])}")
+        elif meta["low"] is not None and not value >= meta["low"]:
+            problems.append(f"--{spec.name} {value}: must be at least {meta['low']}")
+        elif meta["above"] is not None and not value > meta["above"]:
+            problems.append(f"--{spec.name} {value}: must be greater than {meta['above']}")
+    return problems
+
+
+def underscored(arg: str) -> str:
+    """`--batch-size=4` -> `--batch_size=4`; anything but a flag's name stays as it is."""
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def parse_flags(config: type, argv: list[str], groups: dict[str, str], description: str, aliases: dict[str, dict]):
+    """Flags -> a `config`, and the problems found. `aliases` maps other spellings of a flag's values to its choices."""
+    problems: list[str] = []
+    parser = make_parser(config, groups, textwrap.dedent(description), problems)
+    known, rest = parser.parse_known_args([underscored(arg) for arg in argv])
+    for name, spellings in aliases.items():
+        value = getattr(known, name)
+        setattr(known, name, spellings.get(value, value))
+    made = config(**vars(known))
+    return made, problems + unknown_flags(rest, [spec.name for spec in dataclasses.fields(config)]) + check_values(made)

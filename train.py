@@ -1,0 +1,1158 @@
+"""qshard: fine-tune a language model with FSDP2 over a 4-bit (or plain) base. Pure PyTorch, read top to bottom.
+
+    python train.py                                # a real model, real data, 2 processes: no flags needed
+    python train.py --train_type qlora --model_name meta-llama/Llama-2-70b-hf --batch_size 2 \\
+        --context_length 512 --use_cpu_offload true --dataset my_data.jsonl        # two 24 GB cards
+    torchrun --nproc-per-node 2 train.py ...       # or under a launcher of your own
+
+Sections: tables, configuration, runtime, quantised linears, loss, model, sharding, loading, step, run, main. Each
+uses only what stands above it. Beside it, in scripts/: flags, data, checkpoint (files), logs, lora, demo, generate.
+"""
+import contextlib
+import dataclasses
+import functools
+import gc
+import hashlib
+import json
+import logging
+import math
+import os
+import resource
+import shutil
+import sys
+import time
+import traceback
+import types
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
+from scripts import checkpoint, data, logs  # noqa: E402
+from scripts.flags import UserError, option, parse_flags  # noqa: E402
+
+
+# ---------------------------------------------------------------------------------------------------------- tables
+
+@dataclass(frozen=True)
+class TrainType:
+    base: str            # how the frozen linears are stored: "plain" or a key of QUANTIZERS
+    adapter: str | None  # a key of ADAPTERS
+    lr: float            # the learning rate when none is given
+
+
+TRAIN_TYPES = {
+    "full": TrainType("plain", None, 2e-5),
+    "lora": TrainType("plain", "peft", 5e-4),
+    "custom_lora": TrainType("plain", "custom", 5e-4),
+    "qlora": TrainType("nf4", "peft", 5e-4),
+    "custom_qlora": TrainType("nf4", "custom", 5e-4),
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    frozen: torch.dtype                  # stored dtype of what is not trained (quantised weights aside)
+    trained: torch.dtype                 # stored dtype of what is trained, and so of the optimiser's state
+    param: torch.dtype | None = None     # FSDP casts gathered parameters to this
+    reduce: torch.dtype | None = None    # FSDP reduces gradients in this
+    autocast: torch.dtype | None = None
+    scaler: bool = False                 # dynamic loss scaling, for fp16's narrow range
+
+
+# Buffers (RoPE's inv_freq) are fp32 in every mode: rounded to bf16 they are wrong by 0.15 at position 128.
+PRECISIONS = {
+    "bf16": Precision(torch.bfloat16, torch.bfloat16),
+    "fp32": Precision(torch.float32, torch.float32),
+    "mp_bf16": Precision(torch.bfloat16, torch.float32, param=torch.bfloat16, reduce=torch.float32),
+    "mp_fp16_autocast": Precision(torch.float32, torch.float32, reduce=torch.float32,
+                                  autocast=torch.float16, scaler=True),
+    "mp_bf16_autocast": Precision(torch.float32, torch.float32, reduce=torch.float32, autocast=torch.bfloat16),
+    "mp_bf16_buffers_autocast": Precision(torch.bfloat16, torch.bfloat16, param=torch.bfloat16,
+                                          reduce=torch.bfloat16, autocast=torch.bfloat16),
+}
+PRECISION_ALIASES = {name.removeprefix("mp_"): name for name in PRECISIONS if name.endswith("_autocast")}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    group: str     # which ranks share one copy of the model: all ("world"), those of a node ("node"), none ("rank")
+    reshard: bool  # free the gathered parameters after forward and gather them again in backward
+
+
+SHARDINGS = {
+    "full_shard": Sharding("world", True),
+    "shard_grad_op": Sharding("world", False),
+    "ddp": Sharding("rank", True),  # "gathering" is a local copy here, and freeing it saves a second whole model
+    "hybrid_full_shard": Sharding("node", True),
+    "hybrid_shard_grad_op": Sharding("node", False),
+}
+WRAP_POLICIES = ("decoder", "decoder_attention_mlp")
+
+ADAM = dict(betas=(0.9, 0.95))
+OPTIMIZERS: dict[str, Callable] = {
+    "adamw": functools.partial(torch.optim.AdamW, **ADAM),
+    "adam": functools.partial(torch.optim.Adam, **ADAM),
+    "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adadelta": torch.optim.Adadelta,
+    "fused_adamw": functools.partial(torch.optim.AdamW, **ADAM, fused=True),
+    "fused_adam": functools.partial(torch.optim.Adam, **ADAM, fused=True),
+}
+
+
+def _constant(step: int, warmup: int, total: int) -> float:
+    return 1.0
+
+
+def _linear(step: int, warmup: int, total: int) -> float:
+    return step / warmup if step <= warmup else (total - step + 1) / (total - warmup + 1)
+
+
+def _cosine(step: int, warmup: int, total: int) -> float:
+    if step <= warmup:
+        return step / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+
+
+# Factor on the peak learning rate at optimiser step `step` = 1..total; warm-up ends, at 1.0, with step `warmup`.
+# linear ends one notch above zero (so that the last step counts), cosine ends at exactly 10% of the peak.
+SCHEDULES: dict[str, Callable[[int, int, int], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
+
+
+# --------------------------------------------------------------------------------------------------- configuration
+
+@dataclass(frozen=True)
+class Config:
+    model_name: str | None = option(None, "Hugging Face folder or hub id; without it SmolLM2-135M-Instruct")
+    dataset: str = option("demo", "demo (question + schema -> SQL, made here), dummy, or a .json/.jsonl file of "
+                                  "instruction, input, output")
+    dataset_samples: int | None = option(None, "use only the first N examples", low=1)
+    context_length: int = option(512, "longest example in tokens; longer ones are cut on the right", low=2)
+    output_dir: str = option("output", "where everything is written")
+    overwrite_output_dir: bool = option(False, "write into a folder that is not empty")
+    save_model: bool = option(True, "save the adapter (or the model) at the end")
+
+    train_type: str = option("qlora", "what is trained, over which base", tuple(TRAIN_TYPES))
+    llama_pro_path: str | None = option(None, "folder of expanded Llama-Pro weights (llama_pro train types)")
+    lora_rank: int = option(16, "rank of the adapters", low=1)
+    lora_alpha: float = option(32, "adapters are scaled by alpha / rank", above=0)
+    lora_dropout: float = option(0.0, "dropout on the adapters' input", low=0)
+    lora_target_modules: str = option("all", "all (every linear of the blocks), default (PEFT's choice for the "
+                                             "model), or name endings such as q_proj,v_proj")
+
+    batch_size: int = option(8, "examples per process and micro-batch", low=1)
+    gradient_accumulation_steps: int = option(1, "micro-batches per optimiser step", low=1)
+    num_epochs: int = option(2, "passes over the data", low=1)
+    max_steps: int = option(-1, "stop after this many optimiser steps; -1: no limit", low=-1)
+    lr: float | None = option(None, "peak learning rate; default 5e-4 for adapters, 2e-5 for full", above=0)
+    lr_scheduler: str = option("cosine", "shape of the learning rate; cosine and linear warm up over 10% of the steps",
+                               tuple(SCHEDULES))
+    optimizer: str = option("adamw", "optimiser", tuple(OPTIMIZERS))
+    wd: float = option(0.01, "weight decay", low=0)
+    apply_gradient_clipping: bool = option(True, "clip the global gradient norm to --grad_norm")
+    grad_norm: float = option(1.0, "largest global gradient norm", above=0)
+    seed: int = option(42, "seeds adapters, data order and dropout", low=0)
+
+    precision: str = option("mp_bf16", "stored / compute / reduced dtypes (README has the table)", tuple(PRECISIONS))
+    sharding_strategy: str = option("full_shard", "what the processes share", tuple(SHARDINGS))
+    hybrid_shard_size: int | None = option(None, "processes that share one copy under hybrid_*; default: a node", low=1)
+    wrap_policy: str = option("decoder", "FSDP units: blocks, or also their attention and MLP", WRAP_POLICIES)
+    use_gradient_checkpointing: bool = option(True, "recompute each block in backward instead of keeping activations")
+    reentrant_checkpointing: bool = option(False, "the reentrant form of checkpointing")
+    use_cpu_offload: bool = option(False, "keep parameters, gradients and optimiser state in host memory")
+    use_activation_cpu_offload: bool = option(False, "keep saved activations in host memory until backward")
+    no_sync: bool = option(False, "reduce gradients once per step, not per micro-batch (holds whole gradients)")
+    low_memory: bool = option(True, "read only this process's rows; false: every process reads whole tensors")
+    loading_workers: int = option(-1, "threads per process that read and quantise; -1: one", low=-1)
+
+    world_size: int = option(-1, "processes; -1: one per accelerator, on a CPU 2 (1 with one core)", low=-1)
+    master_addr: str = option("localhost", "address of the first process")
+    master_port: int = option(0, "its port; 0: a free one", low=0)
+    log_to: str = option("tqdm", "progress bar, one line per step, or Weights & Biases", tuple(logs.LOGGERS))
+    project_name: str = option("qshard", "wandb project")
+    name: str | None = option(None, "wandb run name")
+    group: str | None = option(None, "wandb group")
+    entity: str | None = option(None, "wandb entity")
+    verbose: bool = option(False, "print the FSDP units as well")
+
+    @property
+    def type(self) -> TrainType:
+        return TRAIN_TYPES[self.train_type]
+
+    @property
+    def numbers(self) -> Precision:
+        return PRECISIONS[self.precision]
+
+
+# The first option of each group of --help; the group goes on until the next one.
+GROUPS = {"model_name": "model, data, result", "train_type": "what is trained", "batch_size": "optimisation",
+          "precision": "precision, sharding, memory", "world_size": "processes and logs"}
+
+
+def check_dataset(name: str) -> list[str]:
+    path = Path(name).expanduser()
+    if name in data.SOURCES:
+        return []
+    if not path.is_file():
+        return [f"--dataset {name}: no such file, and none of {', '.join(data.SOURCES)}"]
+    return [] if path.stat().st_size else [f"--dataset {name}: the file is empty"]
+
+
+def check_output(config: Config) -> list[str]:
+    """Whether the output folder can be written, found out without leaving anything behind."""
+    folder = Path(config.output_dir).expanduser()
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        return [f"--output_dir {folder}: {existing} is a file"]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"--output_dir {folder}: {existing} is not writable"]
+    if existing == folder and any(folder.iterdir()) and not config.overwrite_output_dir:
+        return [f"--output_dir {folder}: not empty; choose another or pass --overwrite_output_dir true"]
+    return []
+
+
+def check_world(config: Config, accelerators: int) -> list[str]:
+    if 0 < accelerators < config.world_size:
+        return [f"--world_size {config.world_size}: only {accelerators} accelerator(s) here"]
+    return []
+
+
+def check_combinations(config: Config) -> list[str]:
+    """Problems of values that are fine by themselves."""
+    problems = [f"--{name} 0: must be at least 1 (or -1 for the default)"
+                for name in ("world_size", "max_steps", "loading_workers") if getattr(config, name) == 0]
+    if config.lora_dropout >= 1:
+        problems.append(f"--lora_dropout {config.lora_dropout}: must be below 1")
+    if config.master_port > 65535:
+        problems.append(f"--master_port {config.master_port}: ports end at 65535")
+    if config.llama_pro_path is not None and "llama_pro" not in config.train_type:
+        problems.append(f"--llama_pro_path goes with a llama_pro train type, not with {config.train_type}")
+    return problems
+
+
+def parse(argv: list[str], accelerators: int = 0, surroundings: bool = True) -> Config:
+    """Flags -> Config. Raises UserError with everything that is wrong with the flags and with what they name (files,
+    folders, devices), before any work. `surroundings` is off in processes that another one has checked for."""
+    config, problems = parse_flags(Config, argv, GROUPS, __doc__.split("\n")[0], {"precision": PRECISION_ALIASES})
+    problems += check_combinations(config)
+    if surroundings:
+        problems += [*checkpoint.check_folder(config.model_name), *check_dataset(config.dataset),
+                     *check_output(config), *check_world(config, accelerators)]
+    if problems:
+        raise UserError("\n  ".join(problems))
+    return config
+
+
+# --------------------------------------------------------------------------------------------------------- runtime
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where this process stands, and the few things that differ between devices, bound once."""
+    rank: int
+    local_rank: int
+    world: int
+    local_world: int
+    device: torch.device
+    peak_memory: Callable[[], int]  # bytes: peak allocated on the accelerator; on a CPU the process's peak
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def say(self, label: str, text: str) -> None:
+        if self.main:
+            print(f"{label:<8}{text}", flush=True)
+
+
+def say(label_or_text: str) -> None:
+    print(label_or_text, flush=True)
+
+
+def accelerator_count() -> int:
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def host_peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def host_memory() -> int:
+    """Bytes of private host memory in use now (the checkpoint's memory-mapped pages are not counted)."""
+    pages = Path("/proc/self/statm")
+    if not pages.exists():
+        return host_peak()
+    resident, shared = (int(n) for n in pages.read_text().split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def launcher_variables(env) -> dict[str, int] | None:
+    """Rank variables set by torchrun (or by hand); None where this process has to start the others itself."""
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return None
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise UserError(f"RANK/WORLD_SIZE are set but {', '.join(missing)} not: set all four, or none")
+    rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+    if not 0 <= rank < world:
+        raise UserError(f"RANK={rank} does not fit WORLD_SIZE={world}")
+    return dict(rank=rank, world=world, local_rank=int(env.get("LOCAL_RANK", rank)),
+                local_world=int(env.get("LOCAL_WORLD_SIZE", world)))
+
+
+def start_runtime(env=os.environ) -> Runtime:
+    """Device and process group. One process has a group too, so that it runs the same code as many."""
+    place = launcher_variables(env) or dict(rank=0, world=1, local_rank=0, local_world=1)
+    device, backend, peak = torch.device("cpu"), "gloo", host_peak
+    if torch.accelerator.is_available():
+        device = torch.device(torch.accelerator.current_accelerator().type, place["local_rank"])
+        torch.accelerator.set_device_index(place["local_rank"])
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+        peak = torch.accelerator.max_memory_allocated
+    alone = dict(store=dist.HashStore(), rank=0, world_size=1) if place["world"] == 1 else {}
+    dist.init_process_group(backend, **alone)
+    return Runtime(device=device, peak_memory=peak, **place)
+
+
+def stop_runtime() -> None:
+    """Collect what still holds communicators first: without it about 1 in 10 gloo runs died at exit."""
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def make_mesh(config: Config, runtime: Runtime):
+    """Ranks of one row share a copy of the model; ranks of one column hold the same shard."""
+    node = config.hybrid_shard_size or runtime.local_world
+    size = {"world": runtime.world, "node": node, "rank": 1}[SHARDINGS[config.sharding_strategy].group]
+    if runtime.world % size:
+        raise UserError(f"--sharding_strategy {config.sharding_strategy}: {runtime.world} processes do not divide "
+                        f"into groups of {size}; set --hybrid_shard_size")
+    if size == runtime.world:
+        return dist.init_device_mesh(runtime.device.type, (size,), mesh_dim_names=("shard",))
+    return dist.init_device_mesh(runtime.device.type, (runtime.world // size, size),
+                                 mesh_dim_names=("replicate", "shard"))
+
+
+# ----------------------------------------------------------------------------------------------- quantised linears
+
+@functools.cache
+def _dynamic_map(device: torch.device) -> torch.Tensor:
+    from bitsandbytes.functional import create_dynamic_map
+    return create_dynamic_map().to(device)
+
+
+class NF4:
+    """4-bit NormalFloat with double quantisation (QLoRA, arXiv:2305.14314), bit for bit as bitsandbytes' Linear4bit.
+
+    Every part has rows as its first dimension, so FSDP shards all of them, and every part is uint8, so no mixed
+    precision policy can round it: the floats of the second level are kept as their bytes.
+    """
+    block, block2, bits = 64, 256, 4 + 8 / 64 + 32 / (64 * 256)
+
+    @staticmethod
+    def shapes(rows: int, columns: int) -> dict[str, tuple[int, int]]:
+        """Whole (unsharded) shapes of the uint8 parts of a (rows, columns) weight."""
+        blocks = rows * columns // NF4.block
+        return dict(weight=(rows, columns // 2), absmax=(rows, columns // NF4.block),
+                    absmax2=(-(-blocks // NF4.block2), 4), offset=(1, 4))
+
+    @staticmethod
+    def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(r, c) rows -> packed (r, c/2) uint8 and absmax (r, c/64) fp32. Blocks lie inside rows: rows are independent."""
+        packed, absmax = torch.ops.bitsandbytes.quantize_4bit(weight.contiguous(), NF4.block, "nf4", torch.uint8)
+        return packed.view(len(weight), -1), absmax.view(len(weight), -1)
+
+    @staticmethod
+    def quantize_statistics(absmax: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The second level, over the absmax of the whole weight: its mean, and 8-bit blocks of 256 across rows."""
+        offset = absmax.flatten().mean()
+        codes, absmax2 = torch.ops.bitsandbytes.quantize_blockwise(
+            absmax.flatten() - offset, _dynamic_map(absmax.device), NF4.block2)
+        return dict(absmax=codes.view(absmax.shape), absmax2=absmax2.view(-1, 1).view(torch.uint8),
+                    offset=offset.view(1, 1).view(torch.uint8))
+
+    @staticmethod
+    def dequantize(parts: "FrozenQuantLinear", dtype: torch.dtype) -> torch.Tensor:
+        """Whole parts -> the (rows, columns) weight in `dtype`."""
+        absmax = torch.ops.bitsandbytes.dequantize_blockwise(
+            parts.absmax.flatten(), parts.absmax2.view(torch.float32).flatten(), _dynamic_map(parts.absmax.device),
+            NF4.block2, torch.float32) + parts.offset.view(torch.float32).flatten()
+        shape = (parts.out_features, parts.in_features)
+        return torch.ops.bitsandbytes.dequantize_4bit(parts.weight, absmax, NF4.block, "nf4", shape, dtype)
+
+
+QUANTIZERS = {"nf4": NF4}
+
+
+class _DequantLinear(torch.autograd.Function):
+    """y = x W^T. Keeps the module, not the weight: backward dequantises again, after FSDP has gathered the parts again."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module, ctx.dtype = module, x.dtype
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return F.linear(x.to(dtype), module.dequantize(dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad @ ctx.module.dequantize(grad.dtype)).to(ctx.dtype), None
+
+
+class FrozenQuantLinear(nn.Linear):
+    """A frozen linear whose weight is kept quantised, in uint8 parameters. An nn.Linear, so that PEFT can wrap it."""
+
+    def __init__(self, linear: nn.Linear, quantizer):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.quantizer = linear.in_features, linear.out_features, quantizer
+        for name, shape in quantizer.shapes(self.out_features, self.in_features).items():
+            part = torch.empty(shape, dtype=torch.uint8, device=linear.weight.device)
+            self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+        self.bias = linear.bias
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.quantizer.dequantize(self, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = _DequantLinear.apply(x, self)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------ loss
+
+LOGITS_PER_CHUNK = 2**25  # elements of logits alive at a time: 128 MB in fp32
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum over tokens of -log softmax(head(hidden))[label], in fp32. The gradient of a chunk is taken while its logits are
+    there, so that no more than a chunk of logits exists at any time (the idea of Liger's fused loss, in plain PyTorch)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, transform):
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        leaves = [t if t is None else t.detach().to(dtype).requires_grad_(needed)
+                  for t, needed in zip((weight, bias), ctx.needs_input_grad[1:3])]
+        total, grad_hidden = hidden.new_zeros((), dtype=torch.float32), torch.zeros_like(hidden)
+        grads = [torch.zeros_like(t) if t is not None and t.requires_grad else None for t in leaves]
+        size = max(1, LOGITS_PER_CHUNK // weight.shape[0])
+        for low in range(0, len(hidden), size):
+            part = hidden[low:low + size].detach().requires_grad_(ctx.needs_input_grad[0])
+            with torch.enable_grad(), torch.autocast(kind, enabled=False):
+                logits = transform(F.linear(part.to(dtype), *leaves).float())
+                loss = F.cross_entropy(logits, labels[low:low + size], reduction="sum")
+            total += loss.detach()
+            wanted = [t for t in (part, *leaves) if t is not None and t.requires_grad]
+            found = iter(torch.autograd.grad(loss, wanted) if wanted else ())
+            if part.requires_grad:
+                grad_hidden[low:low + size] = next(found)
+            for grad in (g for g in grads if g is not None):
+                grad += next(found)
+        ctx.save_for_backward(grad_hidden, *(g if g is None else g.to(weight.dtype) for g in grads))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *(None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors), None, None
+
+
+def logit_transform(config) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What some models do to logits: Gemma's soft cap, Cohere's and Granite's scales."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+
+    def transform(logits):
+        logits = logits if scale == 1.0 else logits * scale
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+    return transform
+
+
+def use_fused_loss(model: nn.Module) -> None:
+    """model(input_ids, positions, labels) -> summed loss, with the head and the cross-entropy in one.
+
+    Only the supervised positions (flat indices, chosen on the host, so that no shape depends on a device value) reach the
+    head. The head computes the loss inside its own forward: there FSDP has its weight gathered.
+    """
+    head, transform = model.get_output_embeddings(), logit_transform(model.config)
+
+    def head_loss(self, hidden, labels):
+        return _ChunkedCrossEntropy.apply(hidden, self.weight, self.bias, labels, transform)
+
+    def forward(self, input_ids, positions, labels):
+        hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return head(hidden.flatten(0, 1).index_select(0, positions), labels)
+    head.forward = types.MethodType(head_loss, head)
+    model.forward = types.MethodType(forward, model)
+
+
+# ----------------------------------------------------------------------------------------------------------- model
+
+def empty_model(folder: Path, dtype: torch.dtype):
+    """The model with parameters on the meta device and real buffers, so that RoPE's inv_freq is right from the start."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    except (ValueError, KeyError, OSError) as error:
+        raise UserError(f"{folder}: transformers cannot build this model: {str(error).splitlines()[0]}") from error
+    model.tie_weights()  # meta initialisation made two parameters of tied ones
+    model.config.use_cache = False
+    return model
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The decoder blocks: the list of modules that holds most of the parameters."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    if not lists:
+        raise UserError(f"{type(model).__name__}: no repeated decoder block found in it")
+    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+
+
+def quantize_linears(blocks: nn.ModuleList, quantizer) -> None:
+    """Puts a FrozenQuantLinear in place of every linear of the blocks. Raises UserError where blocks would straddle rows."""
+    refused = sorted({name for block in blocks for name, m in block.named_modules()
+                      if type(m) is nn.Linear and m.in_features % quantizer.block})
+    if refused:
+        raise UserError(f"cannot quantise {', '.join(refused)}: in_features must be a multiple of {quantizer.block}; "
+                        f"use --train_type lora")
+    for block in blocks:
+        for parent in list(block.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear:
+                    setattr(parent, name, FrozenQuantLinear(child, quantizer))
+    plain = {name: p.numel() for name, p in blocks[0].named_parameters() if p.ndim > 1 and p.dtype != torch.uint8}
+    if sum(plain.values()) > 0.05 * quantized_elements(blocks[:1]):
+        raise UserError(f"these weights of a block are no linears and would stay unquantised: {', '.join(plain)}; "
+                        f"use --train_type lora")
+
+
+def quantized_elements(module: nn.Module) -> int:
+    return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, FrozenQuantLinear))
+
+
+def adapter_targets(model: nn.Module, blocks: nn.ModuleList, wanted: str) -> list[str]:
+    """Name endings of the linears that get an adapter. Raises UserError where one matches nothing."""
+    linears = {name.split(".")[-1]: None for name, m in blocks.named_modules() if isinstance(m, nn.Linear)}
+    if wanted == "all":
+        return list(linears)
+    if wanted == "default":
+        from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as defaults
+        if model.config.model_type not in defaults:
+            raise UserError(f"--lora_target_modules default: PEFT has none for {model.config.model_type}; use all")
+        return list(defaults[model.config.model_type])
+    names = [name.strip() for name in wanted.split(",")]
+    if unmatched := [name for name in names if name not in linears]:
+        raise UserError(f"--lora_target_modules {wanted}: {', '.join(unmatched)} matches nothing; "
+                        f"there are {', '.join(linears)}")
+    return names
+
+
+def lora_config(config: Config, targets: list[str], base: str | None = None):
+    from peft import LoraConfig
+    return LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
+                      target_modules=targets, task_type="CAUSAL_LM", base_model_name_or_path=base)
+
+
+def attach_peft(model: nn.Module, config: Config, targets: list[str]) -> None:
+    from peft import inject_adapter_in_model
+    inject_adapter_in_model(lora_config(config, targets), model, low_cpu_mem_usage=True)
+
+
+def attach_custom(model: nn.Module, config: Config, targets: list[str]) -> None:
+    from scripts.lora import attach_lora
+    attach_lora(model, targets, config.lora_rank, config.lora_alpha, config.lora_dropout)
+
+
+ADAPTERS = {"peft": attach_peft, "custom": attach_custom}
+
+
+def saved_name(name: str) -> str:
+    """Name of an adapter parameter in a PEFT file (less its prefix): PEFT's modules carry the adapter's name, 'default'."""
+    return name.replace(".default.", ".")
+
+
+@torch.no_grad()
+def map_parameters(model: nn.Module, change: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    """Replaces every parameter by `change(parameter)`; parameters that are one (tied) stay one."""
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None:
+                if old not in new:
+                    new[old] = nn.Parameter(change(old), requires_grad=old.requires_grad)
+                module._parameters[name] = new[old]
+
+
+@dataclass
+class Slot:
+    """A tensor of the checkpoint and the place in the model it goes to."""
+    names: list[str]  # more than one where parameters are tied
+    module: nn.Module
+    attribute: str
+    shape: tuple[int, ...]
+
+    @property
+    def quantized(self) -> bool:
+        return isinstance(self.module, FrozenQuantLinear) and self.attribute == "weight"
+
+
+def find_slots(model: nn.Module) -> list[Slot]:
+    """Every base parameter, before adapters are attached (they move modules, but keep the module objects)."""
+    slots: dict[nn.Parameter, Slot] = {}
+    for prefix, module in model.named_modules():
+        quantized = isinstance(module, FrozenQuantLinear)
+        for name, parameter in module._parameters.items():
+            if parameter is None or (quantized and name not in ("weight", "bias")):
+                continue
+            shape = (module.out_features, module.in_features) if quantized and name == "weight" else tuple(parameter.shape)
+            slot = slots.setdefault(parameter, Slot([], module, name, shape))
+            slot.names.append(f"{prefix}.{name}" if prefix else name)
+    return list(slots.values())
+
+
+def match_checkpoint(slots: list[Slot], stored: checkpoint.Checkpoint) -> dict[str, Slot]:
+    """Checkpoint name -> slot. Raises UserError naming everything missing, unexpected, misshapen or unreadable."""
+    matched, problems = {}, list(stored.problems)
+    for slot in slots:
+        name = next((name for name in slot.names if name in stored.shape), None)
+        if name is None:
+            problems.append(f"{slot.names[0]}: missing")
+        elif stored.shape[name] != slot.shape:
+            problems.append(f"{name}: has shape {stored.shape[name]}, the model wants {slot.shape}")
+        else:
+            matched[name] = slot
+    known = {name for slot in slots for name in slot.names}
+    # Old checkpoints carry RoPE's frequencies, which are computed from the configuration.
+    problems += [f"{name}: not in the model" for name in stored.shape
+                 if name not in known and not name.endswith("rotary_emb.inv_freq")]
+    if problems:
+        more = [f"... and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise UserError("\n  ".join([f"{stored.folder} does not fit the model:", *problems[:8], *more]))
+    return dict(sorted(matched.items(), key=lambda item: stored.file[item[0]]))
+
+
+# --------------------------------------------------------------------------------------------- sharding and loading
+
+def checkpoint_activations(model: nn.Module, blocks: nn.ModuleList, reentrant: bool) -> None:
+    """Recompute blocks in backward. Wraps `forward`, so that parameter names and FSDP's hooks stay as they are."""
+    from torch.utils.checkpoint import checkpoint
+
+    def wrap(forward):
+        return lambda *args, **kwargs: checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=reentrant)
+    for block in blocks:
+        block.forward = wrap(block.forward)
+    if reentrant:  # it needs an input that requires grad, and a frozen embedding gives none
+        model.get_input_embeddings().register_forward_hook(lambda module, args, output: output.requires_grad_())
+
+
+def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list[str]:
+    """fully_shard in units: embedding, blocks (and their attention and MLP), [final norm, head], root. Returns them."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    pin = torch.accelerator.is_available()
+    common = dict(mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=pin) if config.use_cpu_offload else OffloadPolicy(),
+                  mp_policy=MixedPrecisionPolicy(param_dtype=config.numbers.param, reduce_dtype=config.numbers.reduce))
+    reshard = SHARDINGS[config.sharding_strategy].reshard
+    names = {module: name for name, module in model.named_modules()}
+    units: list = []
+    for block in blocks:
+        if config.wrap_policy == "decoder_attention_mlp":
+            units += [c for c in block.children() if any(isinstance(m, nn.Linear) for m in c.modules())]
+        units.append(block)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is not head.weight:  # tied ones must share a unit, the root
+        last = [m for m in model.base_model.children() if m not in (embedding, blocks) and list(m.parameters())]
+        units += [embedding, [*last, head]]
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=reshard and not isinstance(unit, list), **common)
+    fully_shard(model, reshard_after_forward=False, **common)
+    for module in model.modules():  # the loss is already divided by the tokens of all ranks: gradients are summed
+        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return [" + ".join(names[m] for m in u) if isinstance(u, list) else names[u] for u in units] + ["root"]
+
+
+def local_rows(rows: int, mesh) -> tuple[int, int]:
+    """The rows [low, high) of a parameter that this rank keeps: FSDP2 cuts like torch.chunk."""
+    size = -(-rows // mesh["shard"].size())
+    low = min(rows, size * mesh["shard"].get_local_rank())
+    return low, min(rows, low + size)
+
+
+def put(parameter: nn.Parameter, rows: torch.Tensor) -> None:
+    parameter.to_local().copy_(rows)
+
+
+def gather_rows(local: torch.Tensor, rows: int, mesh) -> torch.Tensor:
+    """This rank's rows -> all rows, on every rank of the shard group. Rank blocks are padded to equal size on the way."""
+    size = -(-rows // mesh["shard"].size())
+    padded = local.new_zeros(size, local.shape[1])
+    padded[:len(local)] = local
+    out = local.new_empty(size * mesh["shard"].size(), local.shape[1])
+    dist.all_gather_single(out, padded, group=mesh["shard"].get_group())
+    return out[:rows]
+
+
+def put_quantized(slot: Slot, packed: torch.Tensor, absmax: torch.Tensor, mesh, gathered: bool) -> None:
+    """Fills the parts of a quantised linear; the second level needs the absmax of all rows, so these are gathered."""
+    rows = slot.module.out_features
+    absmax = absmax if gathered else gather_rows(absmax, rows, mesh)
+    parts = slot.module.quantizer.quantize_statistics(absmax)
+    low, high = local_rows(rows, mesh)
+    put(slot.module.weight, packed[low:high] if gathered else packed)
+    for name, part in parts.items():
+        low, high = local_rows(len(part), mesh)
+        put(getattr(slot.module, name), part[low:high])
+
+
+def prefetch(jobs, work: Callable, workers: int):
+    """Yields (job, work(job)) in order; at most `workers` are under way, so that memory stays bounded."""
+    with ThreadPoolExecutor(workers) as pool:
+        pending: deque = deque()
+        for job in jobs:
+            pending.append((job, pool.submit(work, job)))
+            if len(pending) >= workers:
+                done, future = pending.popleft()
+                yield done, future.result()
+        yield from ((done, future.result()) for done, future in pending)
+
+
+@torch.no_grad()
+def load(stored: checkpoint.Checkpoint, matched: dict[str, Slot], config: Config, runtime: Runtime, mesh) -> None:
+    """Reads, quantises and places this rank's rows, tensor by tensor: the peak above the shards is a few row slices.
+
+    With low_memory off every rank reads and quantises whole tensors and keeps its rows: the same bits, more of everything.
+    """
+    from tqdm import tqdm
+
+    def read(item):
+        name, slot = item
+        low, high = local_rows(slot.shape[0], mesh) if config.low_memory else (0, slot.shape[0])
+        rows = stored.rows(name, low, high).to(runtime.device)
+        return slot.module.quantizer.quantize(rows) if slot.quantized else rows
+
+    files = list(dict.fromkeys(stored.file[name] for name in matched))
+    for number, file in enumerate(files, 1):
+        items = [item for item in matched.items() if stored.file[item[0]] == file]
+        bar = tqdm(total=len(items), desc=f"loading {number}/{len(files)}", unit="tensor", leave=False,
+                   disable=not (runtime.main and sys.stderr.isatty()))
+        for (name, slot), value in prefetch(items, read, max(1, config.loading_workers)):
+            if slot.quantized:
+                put_quantized(slot, *value, mesh, gathered=not config.low_memory)
+            else:
+                low, high = local_rows(slot.shape[0], mesh)
+                put(getattr(slot.module, slot.attribute), value if config.low_memory else value[low:high])
+            bar.update()
+        bar.close()
+        stored.close(file)
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, seed: int, mesh) -> None:
+    """LoRA's start: A uniform as nn.Linear's own (PEFT's default), B zero. Drawn whole from (seed, name), then cut, so that
+    the same adapter starts the same at every world size and in both implementations."""
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        whole = torch.zeros(parameter.shape)
+        if "lora_A" in name:
+            digest = hashlib.sha256(f"{seed}/{saved_name(name)}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        low, high = local_rows(len(whole), mesh)
+        put(parameter, whole[low:high])
+
+
+@dataclass
+class Model:
+    """A sharded, loaded model and what the other sections want to know of it."""
+    module: nn.Module
+    mesh: object
+    targets: list[str]
+    facts: dict  # parameter counts, quantised share, bytes read: for people and for run.json
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+
+def build(config: Config, folder: Path, runtime: Runtime) -> Model:
+    """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows."""
+    module = empty_model(folder, config.numbers.frozen)
+    blocks, targets = blocks_of(module), []
+    facts = dict(architecture=module.config.model_type, blocks=len(blocks), parameters=sum(p.numel() for p in module.parameters()))
+    if config.type.base != "plain":
+        quantize_linears(blocks, QUANTIZERS[config.type.base])
+    facts["quantized_parameters"] = quantized_elements(blocks)
+    slots = find_slots(module)
+    module.requires_grad_(config.type.adapter is None)
+    if config.type.adapter:
+        targets = adapter_targets(module, blocks, config.lora_target_modules)
+        ADAPTERS[config.type.adapter](module, config, targets)
+    facts["trained_parameters"] = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    stored = checkpoint.Checkpoint(folder)
+    matched = match_checkpoint(slots, stored)
+    map_parameters(module, lambda p: p.to(config.numbers.trained) if p.requires_grad else p)
+    use_fused_loss(module)
+    if config.use_gradient_checkpointing:
+        checkpoint_activations(module, blocks, config.reentrant_checkpointing)
+    mesh = make_mesh(config, runtime)
+    facts["units"] = shard(module, blocks, config, mesh)
+    home = torch.device("cpu") if config.use_cpu_offload else runtime.device
+    map_parameters(module, lambda p: torch.empty_like(p, device=home))
+    for owner in module.modules():
+        owner._buffers = {name: b if b is None else b.to(runtime.device) for name, b in owner._buffers.items()}
+    load(stored, matched, config, runtime, mesh)
+    if config.type.adapter:
+        init_adapters(module, config.seed, mesh)
+    return Model(module.train(), mesh, targets, facts | dict(bytes_read=stored.bytes_read))
+
+
+# ---------------------------------------------------------------------------------------- optimiser, schedule, step
+
+class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
+    """Keeps in host memory, until backward, what autograd saves; parameters (and views of them) stay where they are."""
+
+    def __init__(self):
+        pin = torch.accelerator.is_available()
+
+        def pack(tensor):
+            if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+                return tensor, None
+            host = torch.empty_like(tensor, device="cpu", pin_memory=pin)
+            return host.copy_(tensor, non_blocking=True), tensor.device
+
+        def unpack(saved):
+            tensor, device = saved
+            return tensor if device is None else tensor.to(device, non_blocking=True)
+        super().__init__(pack, unpack)
+
+
+@dataclass
+class Training:
+    """What a step needs, and the position in the run."""
+    model: Model
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    scaler: torch.amp.GradScaler
+    config: Config
+    runtime: Runtime
+
+    def scope(self):
+        """Autocast and activation offload, as configured, around forward."""
+        stack, kind = contextlib.ExitStack(), self.runtime.device.type
+        if dtype := self.config.numbers.autocast:
+            stack.enter_context(torch.autocast(kind, dtype))
+        if self.config.use_activation_cpu_offload:
+            stack.enter_context(OffloadActivations())
+        return stack
+
+
+def make_training(model: Model, config: Config, runtime: Runtime, total: int) -> Training:
+    trained = list(model.trained().values())
+    lr = config.type.lr if config.lr is None else config.lr
+    optimizer = OPTIMIZERS[config.optimizer](trained, lr=lr, weight_decay=config.wd)
+    warmup, factor = max(1, round(0.1 * total)), SCHEDULES[config.lr_scheduler]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: factor(min(done + 1, total), warmup, total))
+    scaler = torch.amp.GradScaler(runtime.device.type, enabled=config.numbers.scaler)
+    return Training(model, optimizer, schedule, scaler, config, runtime)
+
+
+def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One optimiser step. Returns this rank's summed loss and the global gradient norm, both still on the device.
+
+    The loss of a step is the sum of token losses over all ranks and micro-batches divided by `tokens`, their number: so it
+    does not depend on how the step's examples are split. Nothing in here reads a value back from the device.
+    """
+    module, scaler, config = training.model.module, training.scaler, training.config
+    total = torch.zeros((), device=training.runtime.device)
+    for number, batch in enumerate(batches, 1):
+        module.set_requires_gradient_sync(number == len(batches) or not config.no_sync)
+        module.set_is_last_backward(number == len(batches))
+        with training.scope():
+            loss = module(**batch)
+        scaler.scale(loss / tokens).backward()
+        total += loss.detach()
+    scaler.unscale_(training.optimizer)  # before clipping, or the threshold would be off by the loss scale
+    limit = config.grad_norm if config.apply_gradient_clipping else math.inf
+    norm = nn.utils.clip_grad_norm_(training.model.trained().values(), limit)
+    scaler.step(training.optimizer)
+    scaler.update()
+    training.optimizer.zero_grad()
+    training.schedule.step()
+    return total, norm.full_tensor()
+
+
+# --------------------------------------------------------------------------------------------------------- logging
+
+class Metrics:
+    """metrics.jsonl, one object per optimiser step, and what the person watches. Only rank 0 writes; all ranks add up."""
+
+    def __init__(self, training: Training, total: int, run: dict):
+        self.training, self.rows, self.clock = training, [], time.perf_counter()
+        self.file = self.sink = None
+        if training.runtime.main:
+            self.file = open(Path(training.config.output_dir) / "metrics.jsonl", "w", buffering=1)
+            self.sink = logs.LOGGERS[training.config.log_to](training.config, total, run)
+
+    def record(self, step: int, epoch: int, lr: float, norm: torch.Tensor, loss: torch.Tensor, tokens: int, supervised: int) -> dict:
+        """Adds one row. Raises UserError, on every rank, where the loss is not a number."""
+        runtime, now = self.training.runtime, time.perf_counter()
+        mine = torch.tensor([[loss.item(), tokens, host_memory(), runtime.peak_memory()]], dtype=torch.float64)
+        every = mine.new_empty(runtime.world, mine.shape[1])
+        dist.all_gather_single(every, mine)
+        loss, tokens, host, _ = every.sum(0).tolist()
+        row = dict(step=step, epoch=epoch, loss=loss / supervised, grad_norm=norm.item(), lr=lr, tokens=int(tokens),
+                   supervised_tokens=supervised, tokens_per_second=tokens / (now - self.clock),
+                   peak_memory_bytes=int(every[:, 3].max()), host_memory_bytes=int(host))
+        self.clock = now
+        self.rows.append(row)
+        if self.sink:
+            self.file.write(json.dumps(row) + "\n")
+            self.sink.write(row)
+        if not math.isfinite(row["loss"]):
+            bad = every[:, 0].isfinite().logical_not().nonzero().flatten().tolist()
+            raise UserError(f"step {step}: the loss is {row['loss']} (rank {bad}); nothing is saved. "
+                            f"Try a smaller --lr, or --precision mp_bf16")
+        return row
+
+    def close(self) -> None:
+        if self.sink:
+            self.sink.close()
+            self.file.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- saving
+
+def save(model: Model, config: Config, source: Path, tokenizer, runtime: Runtime) -> None:
+    """A PEFT folder (adapter types) or a Hugging Face folder (full), with the tokenizer."""
+    folder, adapter = Path(config.output_dir), bool(model.targets)
+    named = {f"base_model.model.{saved_name(name)}" if adapter else name: p for name, p in model.trained().items()}
+    checkpoint.write_tensors(folder, "adapter_model" if adapter else "model", named, runtime.main)
+    if not runtime.main:
+        return
+    tokenizer.save_pretrained(folder)
+    if adapter:
+        base = config.model_name or str(source)
+        lora_config(config, sorted(model.targets), base).save_pretrained(folder)
+        return
+    hf = model.module.config
+    hf.use_cache, hf.dtype = True, config.numbers.trained
+    hf.save_pretrained(folder)
+    if (source / "generation_config.json").is_file():
+        shutil.copy(source / "generation_config.json", folder)
+
+
+# ---------------------------------------------------------------------------------------------------- training loop
+
+def load_data(config: Config, source: Path):
+    """Tokenizer, tokenised examples and their counts. Raises UserError for bad rows and unsuitable tokenizers."""
+    from transformers import AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        rows = data.load(config.dataset, config.dataset_samples)
+        return tokenizer, *data.tokenize(rows, tokenizer, config.context_length)
+    except (data.DataError, OSError, ValueError) as error:
+        raise UserError(str(error)) from error
+
+
+def to_device(batch: dict, device: torch.device) -> tuple[dict, int]:
+    """A collated batch -> the model's arguments and the number of supervised tokens."""
+    targets = batch["targets"].flatten()
+    positions = (targets != -100).nonzero().flatten()
+    sent = dict(input_ids=batch["input_ids"], positions=positions, labels=targets[positions])
+    return {k: v.to(device, non_blocking=True) for k, v in sent.items()}, len(positions)
+
+
+def sum_over_ranks(*numbers: int) -> list[int]:
+    total = torch.tensor(numbers, dtype=torch.int64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def train(training: Training, samples: list, pad: int, total: int, run: dict) -> list[dict]:
+    """All optimiser steps. Returns the rows of metrics.jsonl."""
+    config, runtime = training.config, training.runtime
+    metrics, step = Metrics(training, total, run), 0
+    for epoch in range(config.num_epochs):
+        for window in data.steps(len(samples), seed=config.seed, epoch=epoch, batch_size=config.batch_size,
+                                 accumulation=config.gradient_accumulation_steps, rank=runtime.rank, world=runtime.world):
+            if step == total:
+                break
+            collated = [data.collate([samples[i] for i in micro], pad) for micro in window]
+            batches, counts = zip(*(to_device(batch, runtime.device) for batch in collated))
+            supervised, = sum_over_ranks(sum(counts))
+            step, lr = step + 1, training.schedule.get_last_lr()[0]
+            loss, norm = train_step(training, batches, max(1, supervised))
+            tokens = sum(len(samples[i].ids) for micro in window for i in micro)
+            metrics.record(step, epoch, lr, norm, loss, tokens, supervised)
+    metrics.close()
+    return metrics.rows
+
+
+def introduce(model: Model, config: Config, source: Path, counts, total: int, runtime: Runtime) -> None:
+    """What is about to happen, in a few lines."""
+    facts = model.facts
+    share = facts["quantized_parameters"] / facts["parameters"]
+    stored = f", {share:.1%} of them in {config.type.base} ({QUANTIZERS[config.type.base].bits:.2f} bits)" if share else ""
+    runtime.say("model", f"{source.name} ({facts['architecture']}): {facts['blocks']} blocks, "
+                         f"{facts['parameters'] / 1e6:.1f} M parameters{stored}")
+    on = f": LoRA of rank {config.lora_rank} on {', '.join(model.targets)}" if model.targets else ""
+    runtime.say("train", f"{config.train_type}, {facts['trained_parameters'] / 1e6:.2f} M parameters"
+                         f" ({facts['trained_parameters'] / facts['parameters']:.2%}){on}")
+    runtime.say("data", f"{config.dataset}: {counts}")
+    runtime.say("run", f"{runtime.world} process(es) on {runtime.device.type}, {config.sharding_strategy}, "
+                       f"{config.precision}; {total} steps of {config.batch_size} x "
+                       f"{config.gradient_accumulation_steps} x {runtime.world} examples")
+    runtime.say("output", config.output_dir)
+    if config.verbose:
+        for unit in facts["units"]:
+            runtime.say("unit", unit)
+
+
+def summarize(rows: list[dict], seconds: float) -> dict:
+    tokens = sum(row["tokens"] for row in rows)
+    return dict(seconds=round(seconds, 1), steps=len(rows), tokens=tokens, tokens_per_second=round(tokens / seconds, 1),
+                loss_first=rows[0]["loss"], loss_last=rows[-1]["loss"],
+                peak_memory_bytes=max(row["peak_memory_bytes"] for row in rows))
+
+
+def finish(config: Config, summary: dict, runtime: Runtime) -> None:
+    runtime.say("done", f"{summary['steps']} steps in {summary['seconds']:.0f} s, loss {summary['loss_first']:.3f} -> "
+                        f"{summary['loss_last']:.3f}, {summary['tokens_per_second']:.0f} tokens/s, peak "
+                        f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB per process")
+    if not config.save_model:
+        return
+    command = f"python scripts/generate.py --adapter {config.output_dir}"
+    if config.dataset == "demo":
+        from scripts import demo
+        row = demo.examples("held_out", 1)[0]
+        command += f" --prompt \"{row['instruction']}\" --input \"{row['input']}\""
+        runtime.say("score", f"python scripts/generate.py --adapter {config.output_dir} "
+                             f"--eval {config.output_dir}/held_out.jsonl")
+    else:
+        command += " --prompt \"...\""
+    runtime.say("try", command)
+
+
+def open_output(config: Config, runtime: Runtime) -> None:
+    if not runtime.main:
+        return
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if config.dataset == "demo":
+        from scripts import demo
+        (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in demo.examples("held_out")))
+
+
+def run(config: Config, runtime: Runtime) -> dict:
+    """A whole training run on this rank: data, model, steps, result. Returns run.json's content, and the rows."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports optional kernels it does not find
+    import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
+    if runtime.local_rank == 0:  # one process of a node downloads, the others find it in the cache
+        source = checkpoint.find_folder(config.model_name, say)
+    dist.barrier()
+    source = source if runtime.local_rank == 0 else checkpoint.find_folder(config.model_name, say)
+    torch.manual_seed(config.seed + runtime.rank)  # dropout; adapters and data order have generators of their own
+    tokenizer, samples, counts = load_data(config, source)
+    per_epoch = data.steps_per_epoch(len(samples), config.batch_size, config.gradient_accumulation_steps, runtime.world)
+    total = per_epoch * config.num_epochs
+    total = min(total, config.max_steps) if config.max_steps > 0 else total
+    model = build(config, source, runtime)
+    content = dict(config=dataclasses.asdict(config), world_size=runtime.world, device=runtime.device.type,
+                   versions=logs.versions(), git_commit=logs.git_commit(), model=dict(folder=str(source), fingerprint=checkpoint.fingerprint(source)),
+                   data=dict(fingerprint=hashlib.sha256(repr(samples).encode()).hexdigest()[:16], **counts._asdict()), **model.facts)
+    introduce(model, config, source, counts, total, runtime)
+    open_output(config, runtime)
+    start = time.perf_counter()
+    training = make_training(model, config, runtime, total)
+    rows = train(training, samples, data.pad_id(tokenizer), total, content)
+    content["summary"] = summarize(rows, time.perf_counter() - start)
+    if config.save_model:
+        save(model, config, source, tokenizer, runtime)
+    if runtime.main:
+        checkpoint.write_json(Path(config.output_dir) / "run.json", content)
+    finish(config, content["summary"], runtime)
+    return content | dict(rows=rows)
+
+
+# ------------------------------------------------------------------------------------------------------------ main
+
+CHECKED = "QSHARD_CHECKED"  # set by the process that has looked at flags, files and devices for the others
+
+
+def fail(error: BaseException, rank: int) -> None:
+    """Says what happened and ends this process at once; the launcher then ends the others.
+
+    A rank that only lost its peer waits first, so that the launcher ends it and the cause is what the person reads.
+    """
+    lost_peer = isinstance(error, dist.DistError) or "Connection closed by peer" in str(error) \
+        or "Connection reset by peer" in str(error)
+    if lost_peer or (isinstance(error, UserError) and rank > 0):
+        time.sleep(10 if lost_peer else 3)
+    if isinstance(error, UserError):
+        print(f"train.py: error: {error}", file=sys.stderr)
+    else:
+        print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr)
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(2 if isinstance(error, UserError) else 1)  # destructors would wait for peers that never come
+
+
+def work(argv: list[str]) -> None:
+    """One rank, from process group to process group."""
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        config = parse(argv, surroundings=rank == 0 and CHECKED not in os.environ)
+        runtime = start_runtime()
+        if config.world_size not in (-1, runtime.world):
+            raise UserError(f"--world_size {config.world_size}, but the launcher started {runtime.world} processes")
+        run(config, runtime)
+        stop_runtime()
+    except BaseException as error:
+        fail(error, rank)
+
+
+def launch(config: Config, argv: list[str]) -> int:
+    """Starts this script once per process under torch's launcher. Returns the exit code of the first that failed, or 0."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    world = config.world_size if config.world_size > 0 else accelerator_count() or min(2, cores)
+    # More threads than cores stall by factors.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world)))
+    os.environ[CHECKED] = "1"
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    place = LaunchConfig(1, 1, world, run_id=f"qshard-{os.getpid()}", rdzv_backend="c10d", max_restarts=0,
+                         rdzv_endpoint=f"{config.master_addr}:{config.master_port}")
+    try:
+        elastic_launch(place, sys.executable)("-u", __file__, *argv)
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    try:
+        if launcher_variables(os.environ):
+            work(argv)
+            return 0
+        config = parse(argv, accelerator_count())
+        if config.model_name is None or checkpoint.is_hub_id(config.model_name):
+            checkpoint.find_folder(config.model_name, say)  # once, before there are several processes
+            os.environ["HF_HUB_OFFLINE"] = "1"
+    except UserError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        return 2
+    return launch(config, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
