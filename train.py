@@ -147,7 +147,7 @@ class Config:
     lora_target_modules: str = option("all", "all (every linear of the blocks), default (PEFT's choice for the "
                                              "model), or name endings such as q_proj,v_proj")
 
-    batch_size: int = option(8, "examples per process and micro-batch", low=1)
+    batch_size: int = option(4, "examples per process and micro-batch", low=1)
     gradient_accumulation_steps: int = option(1, "micro-batches per optimiser step", low=1)
     num_epochs: int = option(2, "passes over the data", low=1)
     max_steps: int = option(-1, "stop after this many optimiser steps; -1: no limit", low=-1)
@@ -865,6 +865,18 @@ def make_training(model: Model, config: Config, runtime: Runtime, total: int) ->
     return Training(model, optimizer, schedule, scaler, config, runtime)
 
 
+@torch.no_grad()
+def clip_gradients(model: Model, limit: float) -> torch.Tensor:
+    """Scales gradients to a global norm of at most `limit`. Returns the norm before: over all ranks, and in fp32 also where
+    gradients are bf16 (which would leave it two digits)."""
+    grads = [p.grad.to_local() for p in model.trained().values() if p.grad is not None]
+    square = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]).square().sum()
+    dist.all_reduce(square, group=model.mesh["shard"].get_group())
+    norm = square.sqrt()
+    torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
 def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[torch.Tensor, torch.Tensor]:
     """One optimiser step. Returns this rank's summed loss and the global gradient norm, both still on the device.
 
@@ -881,13 +893,12 @@ def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[
         scaler.scale(loss / tokens).backward()
         total += loss.detach()
     scaler.unscale_(training.optimizer)  # before clipping, or the threshold would be off by the loss scale
-    limit = config.grad_norm if config.apply_gradient_clipping else math.inf
-    norm = nn.utils.clip_grad_norm_(training.model.trained().values(), limit)
+    norm = clip_gradients(training.model, config.grad_norm if config.apply_gradient_clipping else math.inf)
     scaler.step(training.optimizer)
     scaler.update()
     training.optimizer.zero_grad()
     training.schedule.step()
-    return total, norm.full_tensor()
+    return total, norm
 
 
 # --------------------------------------------------------------------------------------------------------- logging

@@ -1,0 +1,178 @@
+"""Try a fine-tuned model: stream one answer, or count exact matches on a file.
+
+    python scripts/generate.py --adapter OUT --prompt "How many cars are red?" --input "table cars (color)"
+    python scripts/generate.py --adapter OUT --eval held_out.jsonl --show 5
+
+OUT is what train.py wrote: a PEFT adapter folder, or a whole model as a Hugging Face folder.
+"""
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+from scripts.data import DataError, kebab_flags, load, pad_id, prompt_ids, quiet, render
+
+EVAL_BATCH = 16
+
+
+# ---------------------------------------------------------------- loading
+
+class Source(NamedTuple):
+    """What to load: `adapter` on top of `model`, or (adapter None) `model` alone; the tokenizer's folder."""
+    model: str
+    adapter: str | None
+    tokenizer: str
+
+
+def locate(folder: str, base: str = "") -> Source:
+    """Tell an adapter folder from a model folder; DataError names what is missing and what to pass."""
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise DataError(f"there is no folder {folder}; --adapter takes the output folder of a training run")
+    if not (path / "adapter_config.json").is_file():
+        if not (path / "config.json").is_file():
+            raise DataError(f"{folder} has neither adapter_config.json nor config.json; "
+                            "pass the folder in which a run saved its final result")
+        return Source(str(path), None, str(path))
+    base = base or _recorded_base(path)
+    own_tokenizer = (path / "tokenizer_config.json").is_file()
+    return Source(base, str(path), str(path) if own_tokenizer else base)
+
+
+def _recorded_base(adapter: Path) -> str:
+    """The model that the adapter was trained on."""
+    file = adapter / "adapter_config.json"
+    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise DataError(f"{file} does not name its base model; pass --base FOLDER")
+    return _present(base, str(file))
+
+
+def _present(model: str, named_by: str) -> str:
+    """`model` if it is an existing folder or a name on the hub: at most one slash, no path's beginning."""
+    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
+    if is_path and not Path(model).expanduser().is_dir():
+        raise DataError(f"the base model folder {model} (from {named_by}) does not exist; pass --base FOLDER")
+    return str(Path(model).expanduser()) if is_path else model
+
+
+def read_model(source: Source):
+    """(model, tokenizer) in eval mode, on the accelerator if there is one; DataError if not to be had."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer)
+        model = AutoModelForCausalLM.from_pretrained(source.model, dtype="auto")
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"cannot load {source.model}: {reason}; pass --base FOLDER") from None
+    if source.adapter:
+        from peft import PeftModel
+        model = PeftModel.from_pretrained(model, source.adapter)
+    return model.to(device).eval(), tokenizer
+
+
+# ---------------------------------------------------------------- generating
+
+def greedy(model, tokenizer, prompts: list[list[int]], max_new_tokens: int, streamer=None) -> list[str]:
+    """The answers to a batch of prompts (token ids), without special tokens and outer white space."""
+    import torch
+    from transformers import GenerationConfig
+    longest, pad = max(map(len, prompts)), pad_id(tokenizer)
+    # Padded on the left, so that every answer starts in the same column.
+    ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    # A config of its own: the model's may sample, or penalise the repetitions that copying a name needs.
+    config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad,
+                              eos_token_id=tokenizer.eos_token_id)
+    with torch.inference_mode():
+        out = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, streamer=streamer)
+    return [text.strip() for text in tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)]
+
+
+def stream(source: Source, prompt: str, input: str, max_new_tokens: int) -> None:
+    """Print the answer to one prompt, in the template of training, while it is generated."""
+    from transformers import TextStreamer
+    model, tokenizer = read_model(source)
+    text, _ = render({"instruction": prompt, "input": input, "output": ""})
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    greedy(model, tokenizer, [prompt_ids(text, tokenizer)], max_new_tokens, streamer)
+
+
+# ---------------------------------------------------------------- evaluating
+
+def evaluate(source: Source, base: str, rows: list[dict], max_new_tokens: int, show: int) -> None:
+    """Print exact matches before (the base, if there is one) and after, then the first `show` failures."""
+    model, tokenizer = read_model(source)
+    answers = {}
+    if source.adapter:
+        with model.disable_adapter():
+            answers["base"] = answer_all(model, tokenizer, rows, max_new_tokens)
+    elif base:
+        answers["base"] = answer_all(*read_model(Source(base, None, base)), rows, max_new_tokens)
+    name = "adapter" if source.adapter else "model"
+    answers[name] = answer_all(model, tokenizer, rows, max_new_tokens)
+    print("exact match: " + ", ".join(f"{who} {score(texts, rows)}" for who, texts in answers.items()))
+    wrong = [(row, text) for row, text in zip(rows, answers[name]) if text != row["output"].strip()]
+    for row, text in wrong[:show]:
+        print(f"\n{row['instruction']} {row.get('input') or ''}")
+        print(f"  expected: {row['output']}\n  got:      {text}")
+
+
+def answer_all(model, tokenizer, rows: list[dict], max_new_tokens: int) -> list[str]:
+    """One answer per row, in the order of the rows."""
+    from tqdm import tqdm
+    prompts = [prompt_ids(render(row)[0], tokenizer) for row in rows]
+    # Whatever is longer than every expected answer is wrong already.
+    expected = [len(tokenizer(row["output"], verbose=False)["input_ids"]) for row in rows]
+    limit = min(max_new_tokens, max(expected) + 8)
+    order = sorted(range(len(rows)), key=lambda i: len(prompts[i]))  # alike lengths together: less padding
+    answers = [""] * len(rows)
+    for start in tqdm(range(0, len(rows), EVAL_BATCH), desc="answering", disable=None, leave=False):
+        chosen = order[start:start + EVAL_BATCH]
+        for i, text in zip(chosen, greedy(model, tokenizer, [prompts[i] for i in chosen], limit)):
+            answers[i] = text
+    return answers
+
+
+def score(answers: list[str], rows: list[dict]) -> str:
+    """Such as "55/60 (91.7%)"."""
+    right = sum(text == row["output"].strip() for text, row in zip(answers, rows))
+    return f"{right}/{len(rows)} ({100 * right / len(rows):.1f}%)"
+
+
+# ---------------------------------------------------------------- command line
+
+def main(
+    adapter: str = "out",  # output folder of a training run: a PEFT adapter or a whole model
+    prompt: str = "",  # instruction to answer
+    input: str = "",  # what the instruction is about, such as a table
+    eval: str = "",  # .jsonl or .json file in alpaca form on which to count exact matches
+    show: int = 0,  # with --eval: how many wrong answers to print
+    max_new_tokens: int = 128,  # longest answer
+    base: str = "",  # base model; default: the one that the adapter names
+):
+    "Answer one prompt, or count exact matches on a file, with a fine-tuned model."
+    try:
+        if bool(prompt) == bool(eval):
+            raise DataError("pass either --prompt TEXT or --eval FILE")
+        rows = load(eval) if eval else []
+        base = base and _present(base, "--base")
+        source = locate(adapter, base)
+        with quiet():
+            if eval:
+                evaluate(source, base, rows, max_new_tokens, show)
+            else:
+                stream(source, prompt, input, max_new_tokens)
+    except DataError as error:
+        sys.exit(f"generate.py: {error}")
+
+
+if __name__ == "__main__":
+    from fastcore.script import call_parse
+    sys.argv = kebab_flags(sys.argv)
+    call_parse(main)

@@ -1,0 +1,34 @@
+"""Fixtures: the pool of rank processes, tiny models, a tiny tokenizer."""
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@pytest.fixture(scope="session")
+def pool():
+    from pool import Pool
+    pool = Pool()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """name -> folder of a tiny random model, made when first asked for."""
+    import tiny
+    made = {}
+
+    def folder(name: str) -> str:
+        if name not in made:
+            made[name] = str(tmp_path_factory.mktemp(name.replace("/", "-")))
+            tiny.save_model(name, made[name])
+        return made[name]
+    return folder
