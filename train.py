@@ -1,12 +1,14 @@
-"""qshard: fine-tune a language model with FSDP2 over a 4-bit (or plain) base. Pure PyTorch, read top to bottom.
+"""qshard: fine-tune a language model with FSDP2 over a 4-bit (or plain) base. Pure PyTorch, read top to
+bottom.
 
     python train.py                                # a real model, real data, 2 processes: no flags needed
     python train.py --train_type qlora --model_name meta-llama/Llama-2-70b-hf --batch_size 2 \\
         --context_length 512 --use_cpu_offload true --dataset my_data.jsonl        # two 24 GB cards
     torchrun --nproc-per-node 2 train.py ...       # or under a launcher of your own
 
-Sections: tables, configuration, runtime, quantised linears, loss, model, sharding, loading, step, run, main. Each
-uses only what stands above it. Beside it, in scripts/: flags, data, checkpoint (files), logs, lora, demo, generate.
+Sections: tables, configuration, runtime, quantised linears, loss, model, sharding, loading, step, run, main.
+Each uses only what stands above it. Beside it, in scripts/: flags, data, checkpoint (files), logs, lora,
+demo, generate.
 """
 import contextlib
 import dataclasses
@@ -17,7 +19,6 @@ import json
 import logging
 import math
 import os
-import resource
 import shutil
 import sys
 import time
@@ -35,25 +36,25 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
-from scripts import checkpoint, data, logs  # noqa: E402
+from scripts import adapters, checkpoint, data, logs  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 
 
-# ---------------------------------------------------------------------------------------------------------- tables
+# ----------------------------------------------------------------------------------------------------- tables
 
 @dataclass(frozen=True)
 class TrainType:
     base: str            # how the frozen linears are stored: "plain" or a key of QUANTIZERS
-    adapter: str | None  # a key of ADAPTERS
+    adapter: str | None  # a key of adapters.ADAPTERS
     lr: float            # the learning rate when none is given
 
 
 TRAIN_TYPES = {
     "full": TrainType("plain", None, 2e-5),
-    "lora": TrainType("plain", "peft", 5e-4),
-    "custom_lora": TrainType("plain", "custom", 5e-4),
-    "qlora": TrainType("nf4", "peft", 5e-4),
-    "custom_qlora": TrainType("nf4", "custom", 5e-4),
+    "lora": TrainType("plain", "peft", 2e-4),
+    "custom_lora": TrainType("plain", "custom", 2e-4),
+    "qlora": TrainType("nf4", "peft", 2e-4),
+    "custom_qlora": TrainType("nf4", "custom", 2e-4),
 }
 
 
@@ -74,7 +75,8 @@ PRECISIONS = {
     "mp_bf16": Precision(torch.bfloat16, torch.float32, param=torch.bfloat16, reduce=torch.float32),
     "mp_fp16_autocast": Precision(torch.float32, torch.float32, reduce=torch.float32,
                                   autocast=torch.float16, scaler=True),
-    "mp_bf16_autocast": Precision(torch.float32, torch.float32, reduce=torch.float32, autocast=torch.bfloat16),
+    "mp_bf16_autocast": Precision(torch.float32, torch.float32, reduce=torch.float32,
+                                  autocast=torch.bfloat16),
     "mp_bf16_buffers_autocast": Precision(torch.bfloat16, torch.bfloat16, param=torch.bfloat16,
                                           reduce=torch.bfloat16, autocast=torch.bfloat16),
 }
@@ -83,14 +85,14 @@ PRECISION_ALIASES = {name.removeprefix("mp_"): name for name in PRECISIONS if na
 
 @dataclass(frozen=True)
 class Sharding:
-    group: str     # which ranks share one copy of the model: all ("world"), those of a node ("node"), none ("rank")
+    group: str     # who shares one copy of the model: all ("world"), a node's ranks ("node"), nobody ("rank")
     reshard: bool  # free the gathered parameters after forward and gather them again in backward
 
 
 SHARDINGS = {
     "full_shard": Sharding("world", True),
     "shard_grad_op": Sharding("world", False),
-    "ddp": Sharding("rank", True),  # "gathering" is a local copy here, and freeing it saves a second whole model
+    "ddp": Sharding("rank", True),  # gathering is a local copy here; freeing it saves a second whole model
     "hybrid_full_shard": Sharding("node", True),
     "hybrid_shard_grad_op": Sharding("node", False),
 }
@@ -121,17 +123,18 @@ def _cosine(step: int, warmup: int, total: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
 
 
-# Factor on the peak learning rate at optimiser step `step` = 1..total; warm-up ends, at 1.0, with step `warmup`.
-# linear ends one notch above zero (so that the last step counts), cosine ends at exactly 10% of the peak.
-SCHEDULES: dict[str, Callable[[int, int, int], float]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
+# Factor on the peak learning rate at optimiser step `step` = 1..total; warm-up ends, at 1.0, with step
+# `warmup`. linear ends one notch above zero (so that the last step counts), cosine ends at exactly 10% of the
+# peak.
+SCHEDULES: dict[str, Callable] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
 
 
-# --------------------------------------------------------------------------------------------------- configuration
+# ---------------------------------------------------------------------------------------------- configuration
 
 @dataclass(frozen=True)
 class Config:
     model_name: str | None = option(None, "Hugging Face folder or hub id; without it SmolLM2-135M-Instruct")
-    dataset: str = option("demo", "demo (question + schema -> SQL, made here), dummy, or a .json/.jsonl file of "
+    dataset: str = option("demo", "demo (question and table -> SQL), dummy, or a .json or .jsonl file of "
                                   "instruction, input, output")
     dataset_samples: int | None = option(None, "use only the first N examples", low=1)
     context_length: int = option(512, "longest example in tokens; longer ones are cut on the right", low=2)
@@ -144,31 +147,33 @@ class Config:
     lora_rank: int = option(16, "rank of the adapters", low=1)
     lora_alpha: float = option(32, "adapters are scaled by alpha / rank", above=0)
     lora_dropout: float = option(0.0, "dropout on the adapters' input", low=0)
-    lora_target_modules: str = option("all", "all (every linear of the blocks), default (PEFT's choice for the "
-                                             "model), or name endings such as q_proj,v_proj")
+    lora_target_modules: str = option("all", "all (every linear of the blocks), default (PEFT's choice for "
+                                             "the model), or name endings such as q_proj,v_proj")
 
     batch_size: int = option(4, "examples per process and micro-batch", low=1)
     gradient_accumulation_steps: int = option(1, "micro-batches per optimiser step", low=1)
-    num_epochs: int = option(2, "passes over the data", low=1)
+    num_epochs: int = option(1, "passes over the data", low=1)
     max_steps: int = option(-1, "stop after this many optimiser steps; -1: no limit", low=-1)
-    lr: float | None = option(None, "peak learning rate; default 5e-4 for adapters, 2e-5 for full", above=0)
-    lr_scheduler: str = option("cosine", "shape of the learning rate; cosine and linear warm up over 10% of the steps",
-                               tuple(SCHEDULES))
+    lr: float | None = option(None, "peak learning rate; without it 2e-4 for adapters (1e-3 on the small "
+                                    "embedded model), 2e-5 for full", above=0)
+    lr_scheduler: str = option("cosine", "learning rate over time; cosine and linear warm up over 10% of the "
+                                         "steps", tuple(SCHEDULES))
     optimizer: str = option("adamw", "optimiser", tuple(OPTIMIZERS))
     wd: float = option(0.01, "weight decay", low=0)
     apply_gradient_clipping: bool = option(True, "clip the global gradient norm to --grad_norm")
     grad_norm: float = option(1.0, "largest global gradient norm", above=0)
     seed: int = option(42, "seeds adapters, data order and dropout", low=0)
 
-    precision: str = option("mp_bf16", "stored / compute / reduced dtypes (README has the table)", tuple(PRECISIONS))
+    precision: str = option("mp_bf16", "dtypes stored, computed, reduced in (see README)", tuple(PRECISIONS))
     sharding_strategy: str = option("full_shard", "what the processes share", tuple(SHARDINGS))
-    hybrid_shard_size: int | None = option(None, "processes that share one copy under hybrid_*; default: a node", low=1)
+    hybrid_shard_size: int | None = option(None, "processes that share one copy under hybrid_*; without it "
+                                                 "those of a node", low=1)
     wrap_policy: str = option("decoder", "FSDP units: blocks, or also their attention and MLP", WRAP_POLICIES)
-    use_gradient_checkpointing: bool = option(True, "recompute each block in backward instead of keeping activations")
+    use_gradient_checkpointing: bool = option(True, "recompute blocks in backward, keep no activations")
     reentrant_checkpointing: bool = option(False, "the reentrant form of checkpointing")
     use_cpu_offload: bool = option(False, "keep parameters, gradients and optimiser state in host memory")
     use_activation_cpu_offload: bool = option(False, "keep saved activations in host memory until backward")
-    no_sync: bool = option(False, "reduce gradients once per step, not per micro-batch (holds whole gradients)")
+    no_sync: bool = option(False, "reduce gradients once per step, not per micro-batch; holds them whole")
     low_memory: bool = option(True, "read only this process's rows; false: every process reads whole tensors")
     loading_workers: int = option(-1, "threads per process that read and quantise; -1: one", low=-1)
 
@@ -205,19 +210,6 @@ def check_dataset(name: str) -> list[str]:
     return [] if path.stat().st_size else [f"--dataset {name}: the file is empty"]
 
 
-def check_output(config: Config) -> list[str]:
-    """Whether the output folder can be written, found out without leaving anything behind."""
-    folder = Path(config.output_dir).expanduser()
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not existing.is_dir():
-        return [f"--output_dir {folder}: {existing} is a file"]
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"--output_dir {folder}: {existing} is not writable"]
-    if existing == folder and any(folder.iterdir()) and not config.overwrite_output_dir:
-        return [f"--output_dir {folder}: not empty; choose another or pass --overwrite_output_dir true"]
-    return []
-
-
 def check_world(config: Config, accelerators: int) -> list[str]:
     if 0 < accelerators < config.world_size:
         return [f"--world_size {config.world_size}: only {accelerators} accelerator(s) here"]
@@ -238,19 +230,22 @@ def check_combinations(config: Config) -> list[str]:
 
 
 def parse(argv: list[str], accelerators: int = 0, surroundings: bool = True) -> Config:
-    """Flags -> Config. Raises UserError with everything that is wrong with the flags and with what they name (files,
-    folders, devices), before any work. `surroundings` is off in processes that another one has checked for."""
-    config, problems = parse_flags(Config, argv, GROUPS, __doc__.split("\n")[0], {"precision": PRECISION_ALIASES})
+    """Flags -> Config. Raises UserError with everything that is wrong with the flags and with what they name
+    (files, folders, devices), before any work. `surroundings` is off in processes that another one has
+    checked for."""
+    aliases = {"precision": PRECISION_ALIASES}
+    config, problems = parse_flags(Config, argv, GROUPS, __doc__.split("\n")[0], aliases)
     problems += check_combinations(config)
     if surroundings:
         problems += [*checkpoint.check_folder(config.model_name), *check_dataset(config.dataset),
-                     *check_output(config), *check_world(config, accelerators)]
+                     *checkpoint.check_output(config.output_dir, config.overwrite_output_dir),
+                     *check_world(config, accelerators)]
     if problems:
         raise UserError("\n  ".join(problems))
     return config
 
 
-# --------------------------------------------------------------------------------------------------------- runtime
+# ---------------------------------------------------------------------------------------------------- runtime
 
 @dataclass(frozen=True)
 class Runtime:
@@ -266,30 +261,16 @@ class Runtime:
     def main(self) -> bool:
         return self.rank == 0
 
-    def say(self, label: str, text: str) -> None:
-        if self.main:
-            print(f"{label:<8}{text}", flush=True)
-
-
-def say(label_or_text: str) -> None:
-    print(label_or_text, flush=True)
+    def gather(self, *numbers: float) -> torch.Tensor:
+        """(world, n) fp64: the numbers of every rank, on the host."""
+        mine = torch.tensor([numbers], dtype=torch.float64)
+        every = mine.new_empty(self.world, len(numbers))
+        dist.all_gather_single(every, mine)
+        return every
 
 
 def accelerator_count() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-
-
-def host_peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def host_memory() -> int:
-    """Bytes of private host memory in use now (the checkpoint's memory-mapped pages are not counted)."""
-    pages = Path("/proc/self/statm")
-    if not pages.exists():
-        return host_peak()
-    resident, shared = (int(n) for n in pages.read_text().split()[1:3])
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def launcher_variables(env) -> dict[str, int] | None:
@@ -299,17 +280,20 @@ def launcher_variables(env) -> dict[str, int] | None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise UserError(f"RANK/WORLD_SIZE are set but {', '.join(missing)} not: set all four, or none")
-    rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-    if not 0 <= rank < world:
-        raise UserError(f"RANK={rank} does not fit WORLD_SIZE={world}")
-    return dict(rank=rank, world=world, local_rank=int(env.get("LOCAL_RANK", rank)),
-                local_world=int(env.get("LOCAL_WORLD_SIZE", world)))
+    names = dict(rank="RANK", world="WORLD_SIZE", local_rank="LOCAL_RANK", local_world="LOCAL_WORLD_SIZE")
+    given = {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": env["WORLD_SIZE"]} | dict(env)
+    if wrong := [f"{name}={given[name]}" for name in names.values() if not given[name].isdecimal()]:
+        raise UserError(f"{', '.join(wrong)} is no number")
+    place = {key: int(given[name]) for key, name in names.items()}
+    if place["rank"] >= place["world"]:
+        raise UserError(f"RANK={place['rank']} does not fit WORLD_SIZE={place['world']}")
+    return place
 
 
 def start_runtime(env=os.environ) -> Runtime:
     """Device and process group. One process has a group too, so that it runs the same code as many."""
     place = launcher_variables(env) or dict(rank=0, world=1, local_rank=0, local_world=1)
-    device, backend, peak = torch.device("cpu"), "gloo", host_peak
+    device, backend, peak = torch.device("cpu"), "gloo", logs.host_peak
     if torch.accelerator.is_available():
         device = torch.device(torch.accelerator.current_accelerator().type, place["local_rank"])
         torch.accelerator.set_device_index(place["local_rank"])
@@ -332,15 +316,15 @@ def make_mesh(config: Config, runtime: Runtime):
     node = config.hybrid_shard_size or runtime.local_world
     size = {"world": runtime.world, "node": node, "rank": 1}[SHARDINGS[config.sharding_strategy].group]
     if runtime.world % size:
-        raise UserError(f"--sharding_strategy {config.sharding_strategy}: {runtime.world} processes do not divide "
-                        f"into groups of {size}; set --hybrid_shard_size")
+        raise UserError(f"--sharding_strategy {config.sharding_strategy}: {runtime.world} processes do not "
+                        f"divide into groups of {size}; set --hybrid_shard_size")
     if size == runtime.world:
         return dist.init_device_mesh(runtime.device.type, (size,), mesh_dim_names=("shard",))
     return dist.init_device_mesh(runtime.device.type, (runtime.world // size, size),
                                  mesh_dim_names=("replicate", "shard"))
 
 
-# ----------------------------------------------------------------------------------------------- quantised linears
+# ------------------------------------------------------------------------------------------ quantised linears
 
 @functools.cache
 def _dynamic_map(device: torch.device) -> torch.Tensor:
@@ -349,10 +333,11 @@ def _dynamic_map(device: torch.device) -> torch.Tensor:
 
 
 class NF4:
-    """4-bit NormalFloat with double quantisation (QLoRA, arXiv:2305.14314), bit for bit as bitsandbytes' Linear4bit.
+    """4-bit NormalFloat with double quantisation (QLoRA, arXiv:2305.14314), bit for bit as bitsandbytes'
+    Linear4bit.
 
-    Every part has rows as its first dimension, so FSDP shards all of them, and every part is uint8, so no mixed
-    precision policy can round it: the floats of the second level are kept as their bytes.
+    Every part has rows as its first dimension, so FSDP shards all of them, and every part is uint8, so no
+    mixed precision policy can round it: the floats of the second level are kept as their bytes.
     """
     block, block2, bits = 64, 256, 4 + 8 / 64 + 32 / (64 * 256)
 
@@ -365,13 +350,16 @@ class NF4:
 
     @staticmethod
     def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(r, c) rows -> packed (r, c/2) uint8 and absmax (r, c/64) fp32. Blocks lie inside rows: rows are independent."""
-        packed, absmax = torch.ops.bitsandbytes.quantize_4bit(weight.contiguous(), NF4.block, "nf4", torch.uint8)
+        """(r, c) rows -> packed (r, c/2) uint8 and absmax (r, c/64) fp32. Blocks lie inside rows: rows are
+        independent."""
+        ops, weight = torch.ops.bitsandbytes, weight.contiguous()
+        packed, absmax = ops.quantize_4bit(weight, NF4.block, "nf4", torch.uint8)
         return packed.view(len(weight), -1), absmax.view(len(weight), -1)
 
     @staticmethod
     def quantize_statistics(absmax: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The second level, over the absmax of the whole weight: its mean, and 8-bit blocks of 256 across rows."""
+        """The second level, over the absmax of the whole weight: its mean, and 8-bit blocks of 256 across
+        rows."""
         offset = absmax.flatten().mean()
         codes, absmax2 = torch.ops.bitsandbytes.quantize_blockwise(
             absmax.flatten() - offset, _dynamic_map(absmax.device), NF4.block2)
@@ -381,18 +369,19 @@ class NF4:
     @staticmethod
     def dequantize(parts: "FrozenQuantLinear", dtype: torch.dtype) -> torch.Tensor:
         """Whole parts -> the (rows, columns) weight in `dtype`."""
-        absmax = torch.ops.bitsandbytes.dequantize_blockwise(
-            parts.absmax.flatten(), parts.absmax2.view(torch.float32).flatten(), _dynamic_map(parts.absmax.device),
-            NF4.block2, torch.float32) + parts.offset.view(torch.float32).flatten()
+        ops, codes, table = torch.ops.bitsandbytes, parts.absmax.flatten(), _dynamic_map(parts.absmax.device)
         shape = (parts.out_features, parts.in_features)
-        return torch.ops.bitsandbytes.dequantize_4bit(parts.weight, absmax, NF4.block, "nf4", shape, dtype)
+        absmax2, offset = (part.view(torch.float32).flatten() for part in (parts.absmax2, parts.offset))
+        absmax = ops.dequantize_blockwise(codes, absmax2, table, NF4.block2, torch.float32)
+        return ops.dequantize_4bit(parts.weight, absmax + offset, NF4.block, "nf4", shape, dtype)
 
 
 QUANTIZERS = {"nf4": NF4}
 
 
 class _DequantLinear(torch.autograd.Function):
-    """y = x W^T. Keeps the module, not the weight: backward dequantises again, after FSDP has gathered the parts again."""
+    """y = x W^T. Keeps the module, not the weight: backward dequantises again, after FSDP has gathered the
+    parts again."""
 
     @staticmethod
     def forward(ctx, x, module):
@@ -407,11 +396,13 @@ class _DequantLinear(torch.autograd.Function):
 
 
 class FrozenQuantLinear(nn.Linear):
-    """A frozen linear whose weight is kept quantised, in uint8 parameters. An nn.Linear, so that PEFT can wrap it."""
+    """A frozen linear whose weight is kept quantised, in uint8 parameters. An nn.Linear, so that PEFT can
+    wrap it."""
 
     def __init__(self, linear: nn.Linear, quantizer):
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.quantizer = linear.in_features, linear.out_features, quantizer
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.quantizer = quantizer
         for name, shape in quantizer.shapes(self.out_features, self.in_features).items():
             part = torch.empty(shape, dtype=torch.uint8, device=linear.weight.device)
             self.register_parameter(name, nn.Parameter(part, requires_grad=False))
@@ -425,14 +416,15 @@ class FrozenQuantLinear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-# ------------------------------------------------------------------------------------------------------------ loss
+# ------------------------------------------------------------------------------------------------------- loss
 
 LOGITS_PER_CHUNK = 2**25  # elements of logits alive at a time: 128 MB in fp32
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum over tokens of -log softmax(head(hidden))[label], in fp32. The gradient of a chunk is taken while its logits are
-    there, so that no more than a chunk of logits exists at any time (the idea of Liger's fused loss, in plain PyTorch)."""
+    """Sum over tokens of -log softmax(head(hidden))[label], in fp32. The gradient of a chunk is taken while
+    its logits are there, so that no more than a chunk of logits exists at any time (the idea of Liger's fused
+    loss, in plain PyTorch)."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, transform):
@@ -477,8 +469,9 @@ def logit_transform(config) -> Callable[[torch.Tensor], torch.Tensor]:
 def use_fused_loss(model: nn.Module) -> None:
     """model(input_ids, positions, labels) -> summed loss, with the head and the cross-entropy in one.
 
-    Only the supervised positions (flat indices, chosen on the host, so that no shape depends on a device value) reach the
-    head. The head computes the loss inside its own forward: there FSDP has its weight gathered.
+    Only the supervised positions (flat indices, chosen on the host, so that no shape depends on a device
+    value) reach the head. The head computes the loss inside its own forward: there FSDP has its weight
+    gathered.
     """
     head, transform = model.get_output_embeddings(), logit_transform(model.config)
 
@@ -492,17 +485,19 @@ def use_fused_loss(model: nn.Module) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-# ----------------------------------------------------------------------------------------------------------- model
+# ------------------------------------------------------------------------------------------------------ model
 
 def empty_model(folder: Path, dtype: torch.dtype):
-    """The model with parameters on the meta device and real buffers, so that RoPE's inv_freq is right from the start."""
+    """The model with parameters on the meta device and real buffers, so that RoPE's inv_freq is right from
+    the start."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
     except (ValueError, KeyError, OSError) as error:
-        raise UserError(f"{folder}: transformers cannot build this model: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{folder}: transformers cannot build this model: {reason}") from error
     model.tie_weights()  # meta initialisation made two parameters of tied ones
     model.config.use_cache = False
     return model
@@ -517,66 +512,26 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 
 
 def quantize_linears(blocks: nn.ModuleList, quantizer) -> None:
-    """Puts a FrozenQuantLinear in place of every linear of the blocks. Raises UserError where blocks would straddle rows."""
+    """Puts a FrozenQuantLinear in place of every linear of the blocks. Raises UserError where blocks would
+    straddle rows."""
     refused = sorted({name for block in blocks for name, m in block.named_modules()
                       if type(m) is nn.Linear and m.in_features % quantizer.block})
     if refused:
-        raise UserError(f"cannot quantise {', '.join(refused)}: in_features must be a multiple of {quantizer.block}; "
-                        f"use --train_type lora")
+        raise UserError(f"cannot quantise {', '.join(refused)}: in_features must be a multiple of "
+                        f"{quantizer.block}; use --train_type lora")
     for block in blocks:
         for parent in list(block.modules()):
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear:
                     setattr(parent, name, FrozenQuantLinear(child, quantizer))
-    plain = {name: p.numel() for name, p in blocks[0].named_parameters() if p.ndim > 1 and p.dtype != torch.uint8}
-    if sum(plain.values()) > 0.05 * quantized_elements(blocks[:1]):
-        raise UserError(f"these weights of a block are no linears and would stay unquantised: {', '.join(plain)}; "
-                        f"use --train_type lora")
+    plain = {name: p for name, p in blocks[0].named_parameters() if p.ndim > 1 and p.dtype != torch.uint8}
+    if sum(p.numel() for p in plain.values()) > 0.05 * quantized_elements(blocks[:1]):
+        raise UserError(f"these weights of a block are no linears and would stay unquantised: "
+                        f"{', '.join(plain)}; use --train_type lora")
 
 
 def quantized_elements(module: nn.Module) -> int:
     return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, FrozenQuantLinear))
-
-
-def adapter_targets(model: nn.Module, blocks: nn.ModuleList, wanted: str) -> list[str]:
-    """Name endings of the linears that get an adapter. Raises UserError where one matches nothing."""
-    linears = {name.split(".")[-1]: None for name, m in blocks.named_modules() if isinstance(m, nn.Linear)}
-    if wanted == "all":
-        return list(linears)
-    if wanted == "default":
-        from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as defaults
-        if model.config.model_type not in defaults:
-            raise UserError(f"--lora_target_modules default: PEFT has none for {model.config.model_type}; use all")
-        return list(defaults[model.config.model_type])
-    names = [name.strip() for name in wanted.split(",")]
-    if unmatched := [name for name in names if name not in linears]:
-        raise UserError(f"--lora_target_modules {wanted}: {', '.join(unmatched)} matches nothing; "
-                        f"there are {', '.join(linears)}")
-    return names
-
-
-def lora_config(config: Config, targets: list[str], base: str | None = None):
-    from peft import LoraConfig
-    return LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
-                      target_modules=targets, task_type="CAUSAL_LM", base_model_name_or_path=base)
-
-
-def attach_peft(model: nn.Module, config: Config, targets: list[str]) -> None:
-    from peft import inject_adapter_in_model
-    inject_adapter_in_model(lora_config(config, targets), model, low_cpu_mem_usage=True)
-
-
-def attach_custom(model: nn.Module, config: Config, targets: list[str]) -> None:
-    from scripts.lora import attach_lora
-    attach_lora(model, targets, config.lora_rank, config.lora_alpha, config.lora_dropout)
-
-
-ADAPTERS = {"peft": attach_peft, "custom": attach_custom}
-
-
-def saved_name(name: str) -> str:
-    """Name of an adapter parameter in a PEFT file (less its prefix): PEFT's modules carry the adapter's name, 'default'."""
-    return name.replace(".default.", ".")
 
 
 @torch.no_grad()
@@ -591,74 +546,32 @@ def map_parameters(model: nn.Module, change: Callable[[nn.Parameter], torch.Tens
                 module._parameters[name] = new[old]
 
 
-@dataclass
-class Slot:
-    """A tensor of the checkpoint and the place in the model it goes to."""
-    names: list[str]  # more than one where parameters are tied
-    module: nn.Module
-    attribute: str
-    shape: tuple[int, ...]
-
-    @property
-    def quantized(self) -> bool:
-        return isinstance(self.module, FrozenQuantLinear) and self.attribute == "weight"
-
-
-def find_slots(model: nn.Module) -> list[Slot]:
-    """Every base parameter, before adapters are attached (they move modules, but keep the module objects)."""
-    slots: dict[nn.Parameter, Slot] = {}
-    for prefix, module in model.named_modules():
-        quantized = isinstance(module, FrozenQuantLinear)
-        for name, parameter in module._parameters.items():
-            if parameter is None or (quantized and name not in ("weight", "bias")):
-                continue
-            shape = (module.out_features, module.in_features) if quantized and name == "weight" else tuple(parameter.shape)
-            slot = slots.setdefault(parameter, Slot([], module, name, shape))
-            slot.names.append(f"{prefix}.{name}" if prefix else name)
-    return list(slots.values())
-
-
-def match_checkpoint(slots: list[Slot], stored: checkpoint.Checkpoint) -> dict[str, Slot]:
-    """Checkpoint name -> slot. Raises UserError naming everything missing, unexpected, misshapen or unreadable."""
-    matched, problems = {}, list(stored.problems)
-    for slot in slots:
-        name = next((name for name in slot.names if name in stored.shape), None)
-        if name is None:
-            problems.append(f"{slot.names[0]}: missing")
-        elif stored.shape[name] != slot.shape:
-            problems.append(f"{name}: has shape {stored.shape[name]}, the model wants {slot.shape}")
-        else:
-            matched[name] = slot
-    known = {name for slot in slots for name in slot.names}
-    # Old checkpoints carry RoPE's frequencies, which are computed from the configuration.
-    problems += [f"{name}: not in the model" for name in stored.shape
-                 if name not in known and not name.endswith("rotary_emb.inv_freq")]
-    if problems:
-        more = [f"... and {len(problems) - 8} more"] if len(problems) > 8 else []
-        raise UserError("\n  ".join([f"{stored.folder} does not fit the model:", *problems[:8], *more]))
-    return dict(sorted(matched.items(), key=lambda item: stored.file[item[0]]))
-
-
-# --------------------------------------------------------------------------------------------- sharding and loading
+# --------------------------------------------------------------------------------------- sharding and loading
 
 def checkpoint_activations(model: nn.Module, blocks: nn.ModuleList, reentrant: bool) -> None:
-    """Recompute blocks in backward. Wraps `forward`, so that parameter names and FSDP's hooks stay as they are."""
-    from torch.utils.checkpoint import checkpoint
+    """Recompute blocks in backward. Wraps `forward`, so that parameter names and FSDP's hooks stay as they
+    are."""
+    from torch.utils.checkpoint import checkpoint as recompute
 
     def wrap(forward):
-        return lambda *args, **kwargs: checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=reentrant)
+        def checkpointed(*args, **kwargs):
+            return recompute(functools.partial(forward, **kwargs), *args, use_reentrant=reentrant)
+        return checkpointed
     for block in blocks:
         block.forward = wrap(block.forward)
     if reentrant:  # it needs an input that requires grad, and a frozen embedding gives none
-        model.get_input_embeddings().register_forward_hook(lambda module, args, output: output.requires_grad_())
+        embedding = model.get_input_embeddings()
+        embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
 
 
 def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list[str]:
-    """fully_shard in units: embedding, blocks (and their attention and MLP), [final norm, head], root. Returns them."""
+    """fully_shard in units: embedding, blocks (and their attention and MLP), [final norm, head], root.
+    Returns them."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-    pin = torch.accelerator.is_available()
-    common = dict(mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=pin) if config.use_cpu_offload else OffloadPolicy(),
-                  mp_policy=MixedPrecisionPolicy(param_dtype=config.numbers.param, reduce_dtype=config.numbers.reduce))
+    pin = accelerator_count() > 0
+    offload = CPUOffloadPolicy(pin_memory=pin) if config.use_cpu_offload else OffloadPolicy()
+    mixed = MixedPrecisionPolicy(param_dtype=config.numbers.param, reduce_dtype=config.numbers.reduce)
+    common = dict(mesh=mesh, offload_policy=offload, mp_policy=mixed)
     reshard = SHARDINGS[config.sharding_strategy].reshard
     names = {module: name for name, module in model.named_modules()}
     units: list = []
@@ -668,12 +581,12 @@ def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list
         units.append(block)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # tied ones must share a unit, the root
-        last = [m for m in model.base_model.children() if m not in (embedding, blocks) and list(m.parameters())]
-        units += [embedding, [*last, head]]
+        rest = [m for m in model.base_model.children() if m not in (embedding, blocks)]
+        units += [embedding, [*(m for m in rest if list(m.parameters())), head]]
     for unit in units:
         fully_shard(unit, reshard_after_forward=reshard and not isinstance(unit, list), **common)
     fully_shard(model, reshard_after_forward=False, **common)
-    for module in model.modules():  # the loss is already divided by the tokens of all ranks: gradients are summed
+    for module in model.modules():  # the loss is divided by the tokens of all ranks: gradients are summed
         if isinstance(module, torch.distributed.fsdp.FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -687,12 +600,14 @@ def local_rows(rows: int, mesh) -> tuple[int, int]:
     return low, min(rows, low + size)
 
 
+@torch.no_grad()
 def put(parameter: nn.Parameter, rows: torch.Tensor) -> None:
     parameter.to_local().copy_(rows)
 
 
 def gather_rows(local: torch.Tensor, rows: int, mesh) -> torch.Tensor:
-    """This rank's rows -> all rows, on every rank of the shard group. Rank blocks are padded to equal size on the way."""
+    """This rank's rows -> all rows, on every rank of the shard group. Rank blocks are padded to equal size on
+    the way."""
     size = -(-rows // mesh["shard"].size())
     padded = local.new_zeros(size, local.shape[1])
     padded[:len(local)] = local
@@ -701,8 +616,8 @@ def gather_rows(local: torch.Tensor, rows: int, mesh) -> torch.Tensor:
     return out[:rows]
 
 
-def put_quantized(slot: Slot, packed: torch.Tensor, absmax: torch.Tensor, mesh, gathered: bool) -> None:
-    """Fills the parts of a quantised linear; the second level needs the absmax of all rows, so these are gathered."""
+def put_quantized(slot: checkpoint.Slot, packed, absmax, mesh, gathered: bool) -> None:
+    """Fills the parts of a quantised linear. The second level needs the absmax of all rows, so it is gathered."""
     rows = slot.module.out_features
     absmax = absmax if gathered else gather_rows(absmax, rows, mesh)
     parts = slot.module.quantizer.quantize_statistics(absmax)
@@ -726,10 +641,12 @@ def prefetch(jobs, work: Callable, workers: int):
 
 
 @torch.no_grad()
-def load(stored: checkpoint.Checkpoint, matched: dict[str, Slot], config: Config, runtime: Runtime, mesh) -> None:
-    """Reads, quantises and places this rank's rows, tensor by tensor: the peak above the shards is a few row slices.
+def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: Runtime, mesh) -> None:
+    """Reads, quantises and places this rank's rows, tensor by tensor: the peak above the shards is a few row
+    slices.
 
-    With low_memory off every rank reads and quantises whole tensors and keeps its rows: the same bits, more of everything.
+    With low_memory off every rank reads and quantises whole tensors and keeps its rows: the same bits, more
+    of everything.
     """
     from tqdm import tqdm
 
@@ -755,22 +672,6 @@ def load(stored: checkpoint.Checkpoint, matched: dict[str, Slot], config: Config
         stored.close(file)
 
 
-@torch.no_grad()
-def init_adapters(model: nn.Module, seed: int, mesh) -> None:
-    """LoRA's start: A uniform as nn.Linear's own (PEFT's default), B zero. Drawn whole from (seed, name), then cut, so that
-    the same adapter starts the same at every world size and in both implementations."""
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        whole = torch.zeros(parameter.shape)
-        if "lora_A" in name:
-            digest = hashlib.sha256(f"{seed}/{saved_name(name)}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        low, high = local_rows(len(whole), mesh)
-        put(parameter, whole[low:high])
-
-
 @dataclass
 class Model:
     """A sharded, loaded model and what the other sections want to know of it."""
@@ -786,19 +687,21 @@ class Model:
 def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows."""
     module = empty_model(folder, config.numbers.frozen)
-    blocks, targets = blocks_of(module), []
-    facts = dict(architecture=module.config.model_type, blocks=len(blocks), parameters=sum(p.numel() for p in module.parameters()))
-    if config.type.base != "plain":
-        quantize_linears(blocks, QUANTIZERS[config.type.base])
-    facts["quantized_parameters"] = quantized_elements(blocks)
-    slots = find_slots(module)
+    blocks, quantizer, targets = blocks_of(module), QUANTIZERS.get(config.type.base), []
+    facts = dict(architecture=module.config.model_type, blocks=len(blocks),
+                 parameters=sum(p.numel() for p in module.parameters()))
+    if quantizer:
+        quantize_linears(blocks, quantizer)
+    facts |= dict(quantized_parameters=quantized_elements(blocks), bits=quantizer and quantizer.bits)
+    slots = checkpoint.find_slots(module)
     module.requires_grad_(config.type.adapter is None)
     if config.type.adapter:
-        targets = adapter_targets(module, blocks, config.lora_target_modules)
-        ADAPTERS[config.type.adapter](module, config, targets)
-    facts["trained_parameters"] = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        targets = adapters.find_targets(module, blocks, config.lora_target_modules)
+        adapters.ADAPTERS[config.type.adapter](module, config, targets)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    facts |= dict(trained_parameters=trained, targets=targets)
     stored = checkpoint.Checkpoint(folder)
-    matched = match_checkpoint(slots, stored)
+    matched = stored.match(slots)
     map_parameters(module, lambda p: p.to(config.numbers.trained) if p.requires_grad else p)
     use_fused_loss(module)
     if config.use_gradient_checkpointing:
@@ -808,17 +711,21 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     home = torch.device("cpu") if config.use_cpu_offload else runtime.device
     map_parameters(module, lambda p: torch.empty_like(p, device=home))
     for owner in module.modules():
-        owner._buffers = {name: b if b is None else b.to(runtime.device) for name, b in owner._buffers.items()}
+        for name, buffer in owner._buffers.items():
+            owner._buffers[name] = None if buffer is None else buffer.to(runtime.device)
     load(stored, matched, config, runtime, mesh)
-    if config.type.adapter:
-        init_adapters(module, config.seed, mesh)
-    return Model(module.train(), mesh, targets, facts | dict(bytes_read=stored.bytes_read))
+    model = Model(module.train(), mesh, targets, facts | dict(bytes_read=stored.bytes_read))
+    for name, parameter in model.trained().items() if config.type.adapter else ():
+        low, high = local_rows(len(parameter), mesh)
+        put(parameter, adapters.initial(name, parameter.shape, config.seed)[low:high])
+    return model
 
 
-# ---------------------------------------------------------------------------------------- optimiser, schedule, step
+# ---------------------------------------------------------------------------------- optimiser, schedule, step
 
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
-    """Keeps in host memory, until backward, what autograd saves; parameters (and views of them) stay where they are."""
+    """Keeps in host memory, until backward, what autograd saves; parameters (and views of them) stay where
+    they are."""
 
     def __init__(self):
         pin = torch.accelerator.is_available()
@@ -855,20 +762,27 @@ class Training:
         return stack
 
 
+def peak_lr(config: Config) -> float:
+    if config.lr is not None:
+        return config.lr
+    small = config.model_name is None and config.type.adapter  # small models take, and need, larger steps
+    return 1e-3 if small else config.type.lr
+
+
 def make_training(model: Model, config: Config, runtime: Runtime, total: int) -> Training:
     trained = list(model.trained().values())
-    lr = config.type.lr if config.lr is None else config.lr
-    optimizer = OPTIMIZERS[config.optimizer](trained, lr=lr, weight_decay=config.wd)
+    optimizer = OPTIMIZERS[config.optimizer](trained, lr=peak_lr(config), weight_decay=config.wd)
     warmup, factor = max(1, round(0.1 * total)), SCHEDULES[config.lr_scheduler]
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: factor(min(done + 1, total), warmup, total))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda done: factor(min(done + 1, total), warmup, total))
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=config.numbers.scaler)
     return Training(model, optimizer, schedule, scaler, config, runtime)
 
 
 @torch.no_grad()
 def clip_gradients(model: Model, limit: float) -> torch.Tensor:
-    """Scales gradients to a global norm of at most `limit`. Returns the norm before: over all ranks, and in fp32 also where
-    gradients are bf16 (which would leave it two digits)."""
+    """Scales gradients to a global norm of at most `limit`. Returns the norm before: over all ranks, and in
+    fp32 also where gradients are bf16 (which would leave it two digits)."""
     grads = [p.grad.to_local() for p in model.trained().values() if p.grad is not None]
     square = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]).square().sum()
     dist.all_reduce(square, group=model.mesh["shard"].get_group())
@@ -878,10 +792,12 @@ def clip_gradients(model: Model, limit: float) -> torch.Tensor:
 
 
 def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """One optimiser step. Returns this rank's summed loss and the global gradient norm, both still on the device.
+    """One optimiser step. Returns this rank's summed loss and the global gradient norm, both still on the
+    device.
 
-    The loss of a step is the sum of token losses over all ranks and micro-batches divided by `tokens`, their number: so it
-    does not depend on how the step's examples are split. Nothing in here reads a value back from the device.
+    The loss of a step is the sum of token losses over all ranks and micro-batches divided by `tokens`, their
+    number: so it does not depend on how the step's examples are split. Nothing in here reads a value back
+    from the device.
     """
     module, scaler, config = training.model.module, training.scaler, training.config
     total = torch.zeros((), device=training.runtime.device)
@@ -901,58 +817,19 @@ def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[
     return total, norm
 
 
-# --------------------------------------------------------------------------------------------------------- logging
-
-class Metrics:
-    """metrics.jsonl, one object per optimiser step, and what the person watches. Only rank 0 writes; all ranks add up."""
-
-    def __init__(self, training: Training, total: int, run: dict):
-        self.training, self.rows, self.clock = training, [], time.perf_counter()
-        self.file = self.sink = None
-        if training.runtime.main:
-            self.file = open(Path(training.config.output_dir) / "metrics.jsonl", "w", buffering=1)
-            self.sink = logs.LOGGERS[training.config.log_to](training.config, total, run)
-
-    def record(self, step: int, epoch: int, lr: float, norm: torch.Tensor, loss: torch.Tensor, tokens: int, supervised: int) -> dict:
-        """Adds one row. Raises UserError, on every rank, where the loss is not a number."""
-        runtime, now = self.training.runtime, time.perf_counter()
-        mine = torch.tensor([[loss.item(), tokens, host_memory(), runtime.peak_memory()]], dtype=torch.float64)
-        every = mine.new_empty(runtime.world, mine.shape[1])
-        dist.all_gather_single(every, mine)
-        loss, tokens, host, _ = every.sum(0).tolist()
-        row = dict(step=step, epoch=epoch, loss=loss / supervised, grad_norm=norm.item(), lr=lr, tokens=int(tokens),
-                   supervised_tokens=supervised, tokens_per_second=tokens / (now - self.clock),
-                   peak_memory_bytes=int(every[:, 3].max()), host_memory_bytes=int(host))
-        self.clock = now
-        self.rows.append(row)
-        if self.sink:
-            self.file.write(json.dumps(row) + "\n")
-            self.sink.write(row)
-        if not math.isfinite(row["loss"]):
-            bad = every[:, 0].isfinite().logical_not().nonzero().flatten().tolist()
-            raise UserError(f"step {step}: the loss is {row['loss']} (rank {bad}); nothing is saved. "
-                            f"Try a smaller --lr, or --precision mp_bf16")
-        return row
-
-    def close(self) -> None:
-        if self.sink:
-            self.sink.close()
-            self.file.close()
-
-
-# ---------------------------------------------------------------------------------------------------------- saving
+# ----------------------------------------------------------------------------------------------------- saving
 
 def save(model: Model, config: Config, source: Path, tokenizer, runtime: Runtime) -> None:
     """A PEFT folder (adapter types) or a Hugging Face folder (full), with the tokenizer."""
     folder, adapter = Path(config.output_dir), bool(model.targets)
-    named = {f"base_model.model.{saved_name(name)}" if adapter else name: p for name, p in model.trained().items()}
+    named = {adapters.saved_name(name) if adapter else name: p for name, p in model.trained().items()}
     checkpoint.write_tensors(folder, "adapter_model" if adapter else "model", named, runtime.main)
     if not runtime.main:
         return
     tokenizer.save_pretrained(folder)
     if adapter:
         base = config.model_name or str(source)
-        lora_config(config, sorted(model.targets), base).save_pretrained(folder)
+        adapters.lora_config(config, sorted(model.targets), base).save_pretrained(folder)
         return
     hf = model.module.config
     hf.use_cache, hf.dtype = True, config.numbers.trained
@@ -961,10 +838,11 @@ def save(model: Model, config: Config, source: Path, tokenizer, runtime: Runtime
         shutil.copy(source / "generation_config.json", folder)
 
 
-# ---------------------------------------------------------------------------------------------------- training loop
+# ---------------------------------------------------------------------------------------------- training loop
 
 def load_data(config: Config, source: Path):
-    """Tokenizer, tokenised examples and their counts. Raises UserError for bad rows and unsuitable tokenizers."""
+    """Tokenizer, tokenised examples and their counts. Raises UserError for bad rows and unsuitable
+    tokenizers."""
     from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -982,119 +860,82 @@ def to_device(batch: dict, device: torch.device) -> tuple[dict, int]:
     return {k: v.to(device, non_blocking=True) for k, v in sent.items()}, len(positions)
 
 
-def sum_over_ranks(*numbers: int) -> list[int]:
-    total = torch.tensor(numbers, dtype=torch.int64)
-    dist.all_reduce(total)
-    return total.tolist()
-
-
-def train(training: Training, samples: list, pad: int, total: int, run: dict) -> list[dict]:
-    """All optimiser steps. Returns the rows of metrics.jsonl."""
-    config, runtime = training.config, training.runtime
-    metrics, step = Metrics(training, total, run), 0
+def train(training: Training, samples: list, pad: int, total: int, metrics: logs.Metrics) -> None:
+    """All optimiser steps, epoch by epoch; the last, smaller window of an epoch is a step like any other."""
+    config, runtime, step = training.config, training.runtime, 0
     for epoch in range(config.num_epochs):
         for window in data.steps(len(samples), seed=config.seed, epoch=epoch, batch_size=config.batch_size,
-                                 accumulation=config.gradient_accumulation_steps, rank=runtime.rank, world=runtime.world):
+                                 accumulation=config.gradient_accumulation_steps, rank=runtime.rank,
+                                 world=runtime.world):
             if step == total:
-                break
+                return
             collated = [data.collate([samples[i] for i in micro], pad) for micro in window]
             batches, counts = zip(*(to_device(batch, runtime.device) for batch in collated))
-            supervised, = sum_over_ranks(sum(counts))
+            supervised = int(runtime.gather(sum(counts)).sum())
             step, lr = step + 1, training.schedule.get_last_lr()[0]
             loss, norm = train_step(training, batches, max(1, supervised))
             tokens = sum(len(samples[i].ids) for micro in window for i in micro)
-            metrics.record(step, epoch, lr, norm, loss, tokens, supervised)
-    metrics.close()
-    return metrics.rows
+            metrics.record(loss, norm, tokens, supervised, step=step, epoch=epoch, lr=lr)
 
 
-def introduce(model: Model, config: Config, source: Path, counts, total: int, runtime: Runtime) -> None:
-    """What is about to happen, in a few lines."""
-    facts = model.facts
-    share = facts["quantized_parameters"] / facts["parameters"]
-    stored = f", {share:.1%} of them in {config.type.base} ({QUANTIZERS[config.type.base].bits:.2f} bits)" if share else ""
-    runtime.say("model", f"{source.name} ({facts['architecture']}): {facts['blocks']} blocks, "
-                         f"{facts['parameters'] / 1e6:.1f} M parameters{stored}")
-    on = f": LoRA of rank {config.lora_rank} on {', '.join(model.targets)}" if model.targets else ""
-    runtime.say("train", f"{config.train_type}, {facts['trained_parameters'] / 1e6:.2f} M parameters"
-                         f" ({facts['trained_parameters'] / facts['parameters']:.2%}){on}")
-    runtime.say("data", f"{config.dataset}: {counts}")
-    runtime.say("run", f"{runtime.world} process(es) on {runtime.device.type}, {config.sharding_strategy}, "
-                       f"{config.precision}; {total} steps of {config.batch_size} x "
-                       f"{config.gradient_accumulation_steps} x {runtime.world} examples")
-    runtime.say("output", config.output_dir)
-    if config.verbose:
-        for unit in facts["units"]:
-            runtime.say("unit", unit)
-
-
-def summarize(rows: list[dict], seconds: float) -> dict:
-    tokens = sum(row["tokens"] for row in rows)
-    return dict(seconds=round(seconds, 1), steps=len(rows), tokens=tokens, tokens_per_second=round(tokens / seconds, 1),
-                loss_first=rows[0]["loss"], loss_last=rows[-1]["loss"],
-                peak_memory_bytes=max(row["peak_memory_bytes"] for row in rows))
-
-
-def finish(config: Config, summary: dict, runtime: Runtime) -> None:
-    runtime.say("done", f"{summary['steps']} steps in {summary['seconds']:.0f} s, loss {summary['loss_first']:.3f} -> "
-                        f"{summary['loss_last']:.3f}, {summary['tokens_per_second']:.0f} tokens/s, peak "
-                        f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB per process")
-    if not config.save_model:
-        return
-    command = f"python scripts/generate.py --adapter {config.output_dir}"
-    if config.dataset == "demo":
-        from scripts import demo
-        row = demo.examples("held_out", 1)[0]
-        command += f" --prompt \"{row['instruction']}\" --input \"{row['input']}\""
-        runtime.say("score", f"python scripts/generate.py --adapter {config.output_dir} "
-                             f"--eval {config.output_dir}/held_out.jsonl")
-    else:
-        command += " --prompt \"...\""
-    runtime.say("try", command)
-
-
-def open_output(config: Config, runtime: Runtime) -> None:
-    if not runtime.main:
-        return
+def open_output(config: Config) -> None:
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if config.dataset == "demo":
         from scripts import demo
-        (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in demo.examples("held_out")))
+        lines = [json.dumps(row) + "\n" for row in demo.examples("held_out")]
+        (folder / "held_out.jsonl").write_text("".join(lines))
 
 
-def run(config: Config, runtime: Runtime) -> dict:
-    """A whole training run on this rank: data, model, steps, result. Returns run.json's content, and the rows."""
+def find_model(config: Config, runtime: Runtime) -> Path:
+    """The model's folder. One process of each node looks first, and downloads if need be; the others find it
+    there."""
+    if runtime.local_rank:
+        dist.barrier()
+    folder = checkpoint.find_folder(config.model_name)
+    if not runtime.local_rank:
+        dist.barrier()
+    return folder
+
+
+def describe(config: Config, runtime: Runtime, folder: Path, samples: list, counts, facts: dict) -> dict:
+    """What run.json says before the summary: enough to repeat the run and to tell whether a base is the same.
+    """
+    seen = hashlib.sha256(repr(samples).encode()).hexdigest()[:16]
+    return dict(config=dataclasses.asdict(config), world_size=runtime.world, device=runtime.device.type,
+                versions=logs.versions(), git_commit=logs.git_commit(),
+                model=dict(folder=str(folder), fingerprint=checkpoint.fingerprint(folder), **facts),
+                data=dict(fingerprint=seen, **counts._asdict()))
+
+
+def run(config: Config, runtime: Runtime) -> None:
+    """A whole training run on this rank: model folder, data, model, steps, result."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports optional kernels it does not find
     import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
-    if runtime.local_rank == 0:  # one process of a node downloads, the others find it in the cache
-        source = checkpoint.find_folder(config.model_name, say)
-    dist.barrier()
-    source = source if runtime.local_rank == 0 else checkpoint.find_folder(config.model_name, say)
-    torch.manual_seed(config.seed + runtime.rank)  # dropout; adapters and data order have generators of their own
-    tokenizer, samples, counts = load_data(config, source)
-    per_epoch = data.steps_per_epoch(len(samples), config.batch_size, config.gradient_accumulation_steps, runtime.world)
-    total = per_epoch * config.num_epochs
+    folder = find_model(config, runtime)
+    tokenizer, samples, counts = load_data(config, folder)
+    total = config.num_epochs * data.steps_per_epoch(len(samples), config.batch_size,
+                                                     config.gradient_accumulation_steps, runtime.world)
     total = min(total, config.max_steps) if config.max_steps > 0 else total
-    model = build(config, source, runtime)
-    content = dict(config=dataclasses.asdict(config), world_size=runtime.world, device=runtime.device.type,
-                   versions=logs.versions(), git_commit=logs.git_commit(), model=dict(folder=str(source), fingerprint=checkpoint.fingerprint(source)),
-                   data=dict(fingerprint=hashlib.sha256(repr(samples).encode()).hexdigest()[:16], **counts._asdict()), **model.facts)
-    introduce(model, config, source, counts, total, runtime)
-    open_output(config, runtime)
-    start = time.perf_counter()
-    training = make_training(model, config, runtime, total)
-    rows = train(training, samples, data.pad_id(tokenizer), total, content)
-    content["summary"] = summarize(rows, time.perf_counter() - start)
-    if config.save_model:
-        save(model, config, source, tokenizer, runtime)
+    torch.manual_seed(config.seed + runtime.rank)  # for dropout; adapters and data order bring their own
+    model = build(config, folder, runtime)
+    content = describe(config, runtime, folder, samples, counts, model.facts)
     if runtime.main:
+        open_output(config)
+        logs.introduce(config, model.facts, folder, counts, runtime, total)
+    start, training = time.perf_counter(), make_training(model, config, runtime, total)
+    metrics = logs.Metrics(config, runtime, total, content)
+    train(training, samples, data.pad_id(tokenizer), total, metrics)
+    metrics.close()
+    if config.save_model:
+        save(model, config, folder, tokenizer, runtime)
+    if runtime.main:
+        content["summary"] = metrics.summary(time.perf_counter() - start)
         checkpoint.write_json(Path(config.output_dir) / "run.json", content)
-    finish(config, content["summary"], runtime)
-    return content | dict(rows=rows)
+        logs.finish(config, content["summary"])
 
 
-# ------------------------------------------------------------------------------------------------------------ main
+# ------------------------------------------------------------------------------------------------------- main
 
 CHECKED = "QSHARD_CHECKED"  # set by the process that has looked at flags, files and devices for the others
 
@@ -1102,17 +943,17 @@ CHECKED = "QSHARD_CHECKED"  # set by the process that has looked at flags, files
 def fail(error: BaseException, rank: int) -> None:
     """Says what happened and ends this process at once; the launcher then ends the others.
 
-    A rank that only lost its peer waits first, so that the launcher ends it and the cause is what the person reads.
+    A rank that only lost a peer waits first: the launcher ends it, and the cause is what the person reads.
     """
-    lost_peer = isinstance(error, dist.DistError) or "Connection closed by peer" in str(error) \
-        or "Connection reset by peer" in str(error)
+    lost_peer = isinstance(error, dist.DistError) or "by peer" in str(error)
     if lost_peer or (isinstance(error, UserError) and rank > 0):
         time.sleep(10 if lost_peer else 3)
     if isinstance(error, UserError):
         print(f"train.py: error: {error}", file=sys.stderr)
-    else:
+    elif not isinstance(error, KeyboardInterrupt):
         print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr)
-    sys.stdout.flush(), sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(2 if isinstance(error, UserError) else 1)  # destructors would wait for peers that never come
 
 
@@ -1123,7 +964,7 @@ def work(argv: list[str]) -> None:
         config = parse(argv, surroundings=rank == 0 and CHECKED not in os.environ)
         runtime = start_runtime()
         if config.world_size not in (-1, runtime.world):
-            raise UserError(f"--world_size {config.world_size}, but the launcher started {runtime.world} processes")
+            raise UserError(f"--world_size {config.world_size}, but the launcher started {runtime.world}")
         run(config, runtime)
         stop_runtime()
     except BaseException as error:
@@ -1131,13 +972,14 @@ def work(argv: list[str]) -> None:
 
 
 def launch(config: Config, argv: list[str]) -> int:
-    """Starts this script once per process under torch's launcher. Returns the exit code of the first that failed, or 0."""
+    """Starts this script once per process under torch's launcher. Returns 0, or the exit code of the first
+    failure (128 + the signal's number where a signal ended it)."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     world = config.world_size if config.world_size > 0 else accelerator_count() or min(2, cores)
-    # More threads than cores stall by factors.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world)))  # more threads than cores stall
     os.environ[CHECKED] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     place = LaunchConfig(1, 1, world, run_id=f"qshard-{os.getpid()}", rdzv_backend="c10d", max_restarts=0,
@@ -1147,6 +989,8 @@ def launch(config: Config, argv: list[str]) -> int:
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code
+    except SignalException as error:
+        return 128 + error.sigval
     return 0
 
 
@@ -1157,7 +1001,7 @@ def main(argv: list[str]) -> int:
             return 0
         config = parse(argv, accelerator_count())
         if config.model_name is None or checkpoint.is_hub_id(config.model_name):
-            checkpoint.find_folder(config.model_name, say)  # once, before there are several processes
+            checkpoint.find_folder(config.model_name)  # once, before there are several processes
             os.environ["HF_HUB_OFFLINE"] = "1"
     except UserError as error:
         print(f"train.py: error: {error}", file=sys.stderr)

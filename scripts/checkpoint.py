@@ -1,6 +1,8 @@
 """Models on disk: finding the folder, checking it, reading single rows of its tensors, writing tensors."""
 import hashlib
 import json
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.flags import UserError
@@ -10,17 +12,19 @@ SAVED_FILE_BYTES = 2 * 2**30  # a model is written in files of this size: no mor
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a model name is a hub id rather than a folder: there is no such folder, and it has the form of an id."""
+    """Whether a model name is a hub id rather than a folder: there is no such folder, and it has the form of
+    an id."""
     return not Path(name).exists() and name.count("/") <= 1 and not name.startswith((".", "/", "~"))
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the safetensors files of a model folder. Raises UserError for an index that is no such thing."""
+    """Names of the safetensors files of a model folder. Raises UserError for an index that is no such thing.
+    """
     if not (folder / INDEX).is_file():
         return ["model.safetensors"]
     try:
         return sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / INDEX}: not a safetensors index ({error!r})") from error
 
 
@@ -35,8 +39,7 @@ def check_folder(name: str | None) -> list[str]:
         return [f"--model_name {name}: no config.json in it, so this is no Hugging Face model folder"]
     if not (folder / INDEX).is_file() and not (folder / "model.safetensors").is_file():
         if any(folder.glob("*.bin")):
-            return [f"--model_name {name}: only .bin weights, and pickles are not loaded; save them as safetensors "
-                    f"(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"]
+            return [f"--model_name {name}: only .bin weights, and pickles are not read; use safetensors"]
         return [f"--model_name {name}: neither model.safetensors nor {INDEX} in it"]
     try:
         missing = [file for file in weight_files(folder) if not (folder / file).is_file()]
@@ -45,8 +48,24 @@ def check_folder(name: str | None) -> list[str]:
     return [f"--model_name {name}: {file} is missing, though {INDEX} names it" for file in missing]
 
 
+def check_output(name: str, overwrite: bool) -> list[str]:
+    """Whether the output folder can be written, found out without leaving anything behind."""
+    folder = Path(name).expanduser()
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        return [f"--output_dir {name}: {existing} is a file"]
+    try:
+        tempfile.TemporaryDirectory(prefix=".qshard-", dir=existing).cleanup()
+    except OSError as error:
+        return [f"--output_dir {name}: {existing} is not writable ({error.strerror})"]
+    if existing == folder and any(folder.iterdir()) and not overwrite:
+        return [f"--output_dir {name}: not empty; choose another or pass --overwrite_output_dir true"]
+    return []
+
+
 def find_folder(name: str | None, say=print) -> Path:
-    """The model's folder: the given one, one in the hub cache (downloaded if need be), or the embedded default."""
+    """The model's folder: the given one, one in the hub cache (downloaded if need be), or the embedded
+    default."""
     if name is None:
         from scripts import demo
         try:
@@ -68,10 +87,40 @@ def find_folder(name: str | None, say=print) -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of the configuration and of the weight files' names and sizes: cheap, and it tells bases apart."""
+    """A hash of the configuration and of the weight files' names and sizes: cheap, and it tells bases apart.
+    """
     parts = [(folder / "config.json").read_bytes()]
     parts += [f"{p.name}:{p.stat().st_size}".encode() for p in sorted(folder.glob("*.safetensors"))]
     return hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]
+
+
+@dataclass
+class Slot:
+    """A tensor of the checkpoint and the place in the model it goes to."""
+    names: list[str]  # more than one where parameters are tied
+    module: object
+    attribute: str
+    shape: tuple[int, ...]
+
+    @property
+    def quantized(self) -> bool:
+        return self.attribute == "weight" and hasattr(self.module, "quantizer")
+
+
+def find_slots(model) -> list[Slot]:
+    """A slot for each base parameter. Called before adapters are attached: they rename modules, but keep the
+    objects."""
+    slots: dict[object, Slot] = {}
+    for prefix, module in model.named_modules():
+        quantized = hasattr(module, "quantizer")
+        for name, parameter in module._parameters.items():
+            if parameter is None or (quantized and name not in ("weight", "bias")):
+                continue
+            packed = quantized and name == "weight"
+            shape = (module.out_features, module.in_features) if packed else tuple(parameter.shape)
+            slot = slots.setdefault(parameter, Slot([], module, name, shape))
+            slot.names.append(f"{prefix}.{name}".lstrip("."))
+    return list(slots.values())
 
 
 class Checkpoint:
@@ -99,9 +148,9 @@ class Checkpoint:
         handle = self._handle(file)
         for name in handle.keys():
             part = handle.get_slice(name)
-            self.file[name], self.shape[name] = file, tuple(part.get_shape())
-            if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-                self.problems.append(f"{name}: stored as {part.get_dtype()}; only floating-point weights are read")
+            self.file[name], self.shape[name], dtype = file, tuple(part.get_shape()), part.get_dtype()
+            if dtype not in ("F64", "F32", "F16", "BF16"):
+                self.problems.append(f"{name}: stored as {dtype}; only floating-point weights are read")
 
     def rows(self, name: str, low: int, high: int):
         """Rows [low, high) of a tensor, in the checkpoint's dtype."""
@@ -111,6 +160,27 @@ class Checkpoint:
         found = self._handle(self.file[name]).get_slice(name)[low:high]
         self.bytes_read += found.numel() * found.element_size()
         return found
+
+    def match(self, slots: list[Slot]) -> dict[str, Slot]:
+        """Name -> slot, file by file. Raises UserError naming all that is missing, unexpected, misshapen,
+        unreadable."""
+        matched, problems = {}, list(self.problems)
+        for slot in slots:
+            name = next((name for name in slot.names if name in self.shape), None)
+            if name is None:
+                problems.append(f"{slot.names[0]}: missing")
+            elif self.shape[name] != slot.shape:
+                problems.append(f"{name}: has shape {self.shape[name]}, the model wants {slot.shape}")
+            else:
+                matched[name] = slot
+        known = {name for slot in slots for name in slot.names}
+        # Old checkpoints carry RoPE's frequencies, which are computed from the configuration.
+        problems += [f"{name}: not in the model" for name in self.shape
+                     if name not in known and not name.endswith("rotary_emb.inv_freq")]
+        if problems:
+            more = [f"... and {len(problems) - 8} more"] if len(problems) > 8 else []
+            raise UserError("\n  ".join([f"{self.folder} does not fit the model:", *problems[:8], *more]))
+        return dict(sorted(matched.items(), key=lambda item: self.file[item[0]]))
 
     def close(self, file: str) -> None:
         """Lets go of a file and its mapped pages."""
@@ -139,14 +209,15 @@ def split_by_size(sizes: dict[str, int]) -> list[list[str]]:
 def write_tensors(folder: Path, stem: str, parameters: dict, main: bool) -> None:
     """Writes {name: sharded parameter} as safetensors, with an index where there are several files.
 
-    Every rank calls this (gathering is collective); only the `main` one holds and writes, one file's tensors at a time.
-    Files appear under their names only when all of them are complete.
+    Every rank calls this (gathering is collective); only the `main` one holds and writes, one file's tensors
+    at a time. Files appear under their names only when all of them are complete.
     """
     from safetensors.torch import save_file
     sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
     runs, where = split_by_size(sizes), {}
     for number, names in enumerate(runs, 1):
-        file = f"{stem}.safetensors" if len(runs) == 1 else f"{stem}-{number:05}-of-{len(runs):05}.safetensors"
+        part = "" if len(runs) == 1 else f"-{number:05}-of-{len(runs):05}"
+        file = f"{stem}{part}.safetensors"
         tensors = {}
         for name in names:
             whole = parameters[name].detach().full_tensor()

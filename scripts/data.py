@@ -23,7 +23,7 @@ class DataError(ValueError):
     """Something the user can put right; the message is one sentence for them."""
 
 
-# ---------------------------------------------------------------- sources and formats
+# ---------------------------------------------------------------------------------------- sources and formats
 
 def load(dataset: str, samples: int | None = None) -> list[dict]:
     """The first `samples` rows (None: all) of a built-in set or of a file, as alpaca dicts.
@@ -121,7 +121,7 @@ def _checked(row: object, place: str) -> dict:
     return row
 
 
-# ---------------------------------------------------------------- prompts
+# ---------------------------------------------------------------------------------------------------- prompts
 
 # Neither may end in a space: " x" is usually one token, so a prompt that keeps the space for itself ends in a
 # token that the model never saw before an answer.
@@ -141,7 +141,7 @@ def render(example: dict) -> tuple[str, str]:
     return template.format_map(example), example["output"]
 
 
-# ---------------------------------------------------------------- tokens and masks
+# ------------------------------------------------------------------------------------------- tokens and masks
 
 class Sample(NamedTuple):
     """One text. `labels[t]` is `ids[t]` where the token is supervised, else -100; not yet shifted."""
@@ -224,7 +224,7 @@ def prompt_ids(prompt: str, tokenizer) -> list[int]:
     return ids[first:last]
 
 
-# ---------------------------------------------------------------- order
+# ------------------------------------------------------------------------------------------------------ order
 
 def steps_per_epoch(n: int, batch_size: int, accumulation: int, world: int) -> int:
     """Number of optimiser steps that `n` samples make; the last one may be smaller."""
@@ -250,7 +250,7 @@ def steps(n: int, *, seed: int, epoch: int, batch_size: int, accumulation: int, 
     return plan
 
 
-# ---------------------------------------------------------------- batches
+# ---------------------------------------------------------------------------------------------------- batches
 
 def pad_id(tokenizer) -> int:
     """The id to pad with: any will do, since padding is masked by length; the tokenizer is left as it is."""
@@ -271,7 +271,7 @@ def collate(samples: list[Sample], pad_id: int) -> dict:
     return {"input_ids": torch.tensor(ids), "targets": torch.tensor(targets)}
 
 
-# ---------------------------------------------------------------- what every script shares
+# ----------------------------------------------------------------------------------- what every script shares
 
 def kebab_flags(argv: list[str]) -> list[str]:
     """argv with `--flag_name` written `--flag-name`, the one spelling that fastcore's parser knows."""

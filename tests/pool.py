@@ -1,8 +1,11 @@
-"""Rank processes for the tests: started once per test run (their imports cost more than all cases), then fed with cases.
+"""Rank processes for the tests: started once per test run (their imports cost more than all cases), then fed
+with cases.
 
-A case is a function (runtime, *args) of tests/cases.py; `Pool.run` calls it on `world` ranks with a process group of
-that size and returns one result per rank. A rank that raises ends all of them; new ones start with the next case.
+A case is a function (runtime, *args) of tests/cases.py; `Pool.run` calls it on `world` ranks with a process
+group of that size and returns one result per rank. A rank that raises ends all of them; new ones start with
+the next case.
 """
+
 import importlib
 import multiprocessing
 import os
@@ -26,14 +29,17 @@ def free_port() -> int:
 
 
 def serve(pipe) -> None:
-    """One rank process: takes (environment, function name, args), sends ("ok", result) or ("error", traceback)."""
+    """One rank process: takes (environment, function name, args), sends ("ok", result) or ("error",
+    traceback)."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import torch
+
     torch.set_num_threads(1)
     import bitsandbytes  # noqa: F401
     import peft  # noqa: F401
     import train
     import cases
+
     while True:
         environment, name, args = pipe.recv()
         os.environ.update(environment)
@@ -71,11 +77,16 @@ class Pool:
         self.ranks = []
 
     def run(self, world: int, name: str, *args, local_world: int | None = None, timeout: float = 240) -> list:
-        """Results of the case `name` from ranks 0..world-1. Raises RankError with the first rank's traceback."""
+        """Results of the case `name` from ranks 0..world-1. Raises RankError with the first rank's traceback.
+        """
         if not self.ranks:
             self.start()
-        place = dict(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()),
-                     LOCAL_WORLD_SIZE=str(local_world or world))
+        place = dict(
+            WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(free_port()),
+            LOCAL_WORLD_SIZE=str(local_world or world),
+        )
         for rank, (_, pipe) in enumerate(self.ranks[:world]):
             local = rank % (local_world or world)
             pipe.send((place | dict(RANK=str(rank), LOCAL_RANK=str(local)), name, args))

@@ -1,4 +1,5 @@
 """Promises of scripts/data.py and scripts/demo.py: what is supervised, who sees what, what is refused."""
+
 import json
 import random
 import re
@@ -20,12 +21,14 @@ ROWS = [
 ]
 
 
-# ---------------------------------------------------------------- tokenizers small enough to build here
+# ---------------------------------------------------------------------- tokenizers small enough to build here
+
 
 def build_tokenizer(bos=False, eos_too=False, pad=None, merges=()):
     """Byte-level BPE with the given merges; `bos`/`eos_too`: a post-processor that adds them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
+
     specials = ["<s>", "</s>", "<pad>"]
     pieces = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, list(merges)))
@@ -34,9 +37,11 @@ def build_tokenizer(bos=False, eos_too=False, pad=None, merges=()):
     tokenizer.add_special_tokens(specials)
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single="<s> $A </s>" if eos_too else "<s> $A", special_tokens=[("<s>", 0), ("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
-                                   pad_token=pad)
+            single="<s> $A </s>" if eos_too else "<s> $A", special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token=pad
+    )
 
 
 KINDS = {
@@ -65,7 +70,8 @@ def one(row, tokenizer, context_length=4096):
     return sample
 
 
-# ---------------------------------------------------------------- tokens and masks
+# ------------------------------------------------------------------------------------------- tokens and masks
+
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["instruction"])
 def test_ids_are_those_of_the_whole_text(tokenizer, row):
@@ -85,7 +91,7 @@ def test_supervised_tokens_are_the_response_and_eos(tokenizer, row):
     wanted = row["output"] + "</s>"
     assert text.endswith(wanted)
     # Only a token that straddles the boundary may add a piece of the prompt.
-    assert text == wanted or data.PROMPT.endswith(text[:-len(wanted)])
+    assert text == wanted or data.PROMPT.endswith(text[: -len(wanted)])
 
 
 def test_straddling_token_is_supervised():
@@ -115,8 +121,8 @@ def test_prompt_ids_begin_the_training_ids(tokenizer):
     for row in [*ROWS[:3], *demo.examples("held_out")]:
         prompt = data.prompt_ids(data.render(row)[0], tokenizer)
         ids, labels = one(row, tokenizer)
-        assert ids[:len(prompt)] == prompt
-        assert set(labels[:len(prompt)]) == {IGNORE} and IGNORE not in labels[len(prompt):]
+        assert ids[: len(prompt)] == prompt
+        assert set(labels[: len(prompt)]) == {IGNORE} and IGNORE not in labels[len(prompt) :]
 
 
 def test_templates_do_not_end_in_a_space():
@@ -129,7 +135,7 @@ def test_eos_stays_supervised_where_it_pads():
     targets = data.collate(samples, data.pad_id(tokenizer))["targets"]
     for sample, row in zip(samples, targets.tolist()):
         assert row[len(sample.ids) - 2] == tokenizer.eos_token_id
-        assert set(row[len(sample.ids) - 1:]) == {IGNORE}
+        assert set(row[len(sample.ids) - 1 :]) == {IGNORE}
 
 
 def test_truncation_and_drops_are_counted(bpe):
@@ -137,8 +143,9 @@ def test_truncation_and_drops_are_counted(bpe):
     rows += [{"instruction": "a" * 500, "output": "b"}]
     prompt = len(data.prompt_ids(data.render(rows[0])[0], bpe))
     samples, counts = data.tokenize(rows, bpe, prompt + 10)
-    assert counts == data.Counts(kept=2, truncated=1, dropped=1, supervised_tokens=3 + 10,
-                                 total_tokens=2 * prompt + 3 + 10)
+    assert counts == data.Counts(
+        kept=2, truncated=1, dropped=1, supervised_tokens=3 + 10, total_tokens=2 * prompt + 3 + 10
+    )
     assert samples[0].labels[-1] == bpe.eos_token_id
     assert len(samples[1].ids) == prompt + 10 and samples[1].labels[-1] != bpe.eos_token_id
     _, exact = data.tokenize(rows[:1], bpe, prompt + 3)
@@ -161,6 +168,7 @@ def test_nothing_left_is_an_error(bpe):
 def test_unusable_tokenizers_are_errors(bpe):
     class Slow:
         is_fast, eos_token_id = False, 1
+
     with pytest.raises(DataError, match="Slow is not a fast tokenizer"):
         data.tokenize(ROWS, Slow(), 64)
     endless = build_tokenizer()
@@ -169,7 +177,8 @@ def test_unusable_tokenizers_are_errors(bpe):
         data.tokenize(ROWS, endless, 64)
 
 
-# ---------------------------------------------------------------- batches
+# ---------------------------------------------------------------------------------------------------- batches
+
 
 def test_collate_shifts_and_pads_by_length():
     batch = data.collate([Sample([5, 6, 2], [IGNORE, 6, 2]), Sample([7, 2], [IGNORE, 2])], pad_id=2)
@@ -189,12 +198,23 @@ def test_pad_id_leaves_the_tokenizer_alone():
     assert data.pad_id(none) == none.eos_token_id and none.pad_token_id is None
 
 
-# ---------------------------------------------------------------- order
+# ------------------------------------------------------------------------------------------------------ order
+
 
 def epoch(n, world, batch_size, accumulation, seed=0, number=0):
     """plan[rank][step][micro-batch] -> indices"""
-    return [data.steps(n, seed=seed, epoch=number, batch_size=batch_size, accumulation=accumulation,
-                       rank=rank, world=world) for rank in range(world)]
+    return [
+        data.steps(
+            n,
+            seed=seed,
+            epoch=number,
+            batch_size=batch_size,
+            accumulation=accumulation,
+            rank=rank,
+            world=world,
+        )
+        for rank in range(world)
+    ]
 
 
 def sets_per_step(plan):
@@ -228,7 +248,7 @@ def test_layout_of_a_window():
         for s, step in enumerate(steps):
             for m, micro in enumerate(step):
                 start = s * 12 + (m * 2 + rank) * 3
-                assert micro == order[start:start + 3]
+                assert micro == order[start : start + 3]
 
 
 def test_order_depends_on_seed_and_epoch_only():
@@ -240,7 +260,8 @@ def test_order_is_not_that_of_the_file():
     assert epoch(50, 1, 50, 1)[0][0][0] != list(range(50))
 
 
-# ---------------------------------------------------------------- reading
+# ---------------------------------------------------------------------------------------------------- reading
+
 
 def write(folder, name, text):
     path = folder / name
@@ -248,13 +269,16 @@ def write(folder, name, text):
     return str(path)
 
 
-@pytest.mark.parametrize("name, text", [
-    ("a.json", json.dumps(ROWS)),
-    ("a.jsonl", "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n"),
-    ("a.JSONL", "\r\n".join(map(json.dumps, ROWS))),
-    ("bom.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
-    ("bom.jsonl", b"\xef\xbb\xbf" + "\n".join(map(json.dumps, ROWS)).encode()),
-])
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("a.json", json.dumps(ROWS)),
+        ("a.jsonl", "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n"),
+        ("a.JSONL", "\r\n".join(map(json.dumps, ROWS))),
+        ("bom.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
+        ("bom.jsonl", b"\xef\xbb\xbf" + "\n".join(map(json.dumps, ROWS)).encode()),
+    ],
+)
 def test_reads(tmp_path, name, text):
     path = write(tmp_path, name, text)
     assert data.load(path) == ROWS
@@ -280,24 +304,31 @@ def test_braces_in_a_row_are_text():
 GOOD = '{"instruction": "a", "output": "b"}\n'
 
 
-@pytest.mark.parametrize("name, text, message", [
-    ("empty.json", "", "empty.json is empty"),
-    ("empty.jsonl", "\n \n", "empty.jsonl is empty"),
-    ("none.json", "[]", "none.json is empty"),
-    ("bad.json", '[\n{"instruction": "a",\n"output" "b"}]', "bad.json, line 3: not valid JSON"),
-    ("bad.jsonl", GOOD + '{"instruction": \n' + GOOD, "bad.jsonl, line 2: not valid JSON"),
-    ("lines.json", GOOD + GOOD, r"lines.json, line 2: not valid JSON.*name it \.jsonl"),
-    ("object.json", GOOD, "object.json holds one dict; it must be a list"),
-    ("row.jsonl", GOOD + "\n[1]", "row.jsonl, line 3: a row must be an object"),
-    ("row.json", "[1]", "row.json, row 1: a row must be an object"),
-    ("key.jsonl", GOOD + '{"instruction": "a", "text": "b"}', 'key.jsonl, line 2: "output" is missing.*text'),
-    ("key.json", '[{"output": "a"}]', 'key.json, row 1: "instruction" is missing'),
-    ("type.jsonl", '{"instruction": "a", "output": 3}', 'line 1: "output" must be a string, not int'),
-    ("type.json", '[{"instruction": null, "output": ""}]', 'row 1: "instruction" must be a string'),
-    ("in.jsonl", '{"instruction": "a", "input": [], "output": ""}', '"input" must be a string, not list'),
-    ("latin.jsonl", b'{"instruction": "\xe9"}', "latin.jsonl is not UTF-8"),
-    ("table.csv", "a,b", r"table.csv has an unknown extension; convert it to \.json or \.jsonl"),
-])
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("empty.json", "", "empty.json is empty"),
+        ("empty.jsonl", "\n \n", "empty.jsonl is empty"),
+        ("none.json", "[]", "none.json is empty"),
+        ("bad.json", '[\n{"instruction": "a",\n"output" "b"}]', "bad.json, line 3: not valid JSON"),
+        ("bad.jsonl", GOOD + '{"instruction": \n' + GOOD, "bad.jsonl, line 2: not valid JSON"),
+        ("lines.json", GOOD + GOOD, r"lines.json, line 2: not valid JSON.*name it \.jsonl"),
+        ("object.json", GOOD, "object.json holds one dict; it must be a list"),
+        ("row.jsonl", GOOD + "\n[1]", "row.jsonl, line 3: a row must be an object"),
+        ("row.json", "[1]", "row.json, row 1: a row must be an object"),
+        (
+            "key.jsonl",
+            GOOD + '{"instruction": "a", "text": "b"}',
+            'key.jsonl, line 2: "output" is missing.*text',
+        ),
+        ("key.json", '[{"output": "a"}]', 'key.json, row 1: "instruction" is missing'),
+        ("type.jsonl", '{"instruction": "a", "output": 3}', 'line 1: "output" must be a string, not int'),
+        ("type.json", '[{"instruction": null, "output": ""}]', 'row 1: "instruction" must be a string'),
+        ("in.jsonl", '{"instruction": "a", "input": [], "output": ""}', '"input" must be a string, not list'),
+        ("latin.jsonl", b'{"instruction": "\xe9"}', "latin.jsonl is not UTF-8"),
+        ("table.csv", "a,b", r"table.csv has an unknown extension; convert it to \.json or \.jsonl"),
+    ],
+)
 def test_bad_files_are_errors_that_name_the_place(tmp_path, name, text, message):
     with pytest.raises(DataError, match=message):
         data.load(write(tmp_path, name, text))
@@ -319,7 +350,8 @@ def test_no_samples_is_an_error(samples):
         data.load("dummy", samples=samples)
 
 
-# ---------------------------------------------------------------- built-in sets
+# ---------------------------------------------------------------------------------------------- built-in sets
+
 
 def test_dummy_set_is_many_rows_of_about_one_length(bpe):
     samples, counts = data.tokenize(data.load("dummy"), bpe, 4096)
@@ -343,16 +375,21 @@ def test_demo_set_sizes_and_form():
 def test_demo_set_is_the_same_on_every_machine():
     assert demo.examples("train", 7) == demo.examples("train")[:7]
     assert demo.examples("train", 20, seed=1) != demo.examples("train", 20)
-    assert demo.examples("train", 1) == [{
-        "instruction": "Which rivers have country Germany and depth less than 20? Show the name.",
-        "input": "table rivers (id, name, country, sea, length, depth)",
-        "output": "select t.name from rivers as t where t.country = 'Germany' and t.depth < 20;"}]
+    assert demo.examples("train", 1) == [
+        {
+            "instruction": "Which rivers have country Germany and depth less than 20? Show the name.",
+            "input": "table rivers (id, name, country, sea, length, depth)",
+            "output": "select t.name from rivers as t where t.country = 'Germany' and t.depth < 20;",
+        }
+    ]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_demo_splits_share_no_question(seed):
-    train, held_out = ({(row["instruction"], row["input"]) for row in rows}
-                       for rows in (demo.examples("train", 2000), demo.examples("held_out", seed=seed)))
+    train, held_out = (
+        {(row["instruction"], row["input"]) for row in rows}
+        for rows in (demo.examples("train", 2000), demo.examples("held_out", seed=seed))
+    )
     assert len(train) == 2000 and len(held_out) == 60 and not train & held_out
 
 
@@ -360,6 +397,7 @@ def test_demo_held_out_asks_tables_for_what_training_never_does():
     def kind(row):
         words = r"'[^']*'|\d+|t\.\w+|\b(avg|sum|min|max|asc|desc)\b|[<>]"
         return row["input"], re.sub(words, "_", row["output"])
+
     known = {kind(row) for row in demo.examples("train", 3000)}
     unseen = sum(kind(row) not in known for row in demo.examples("held_out"))
     assert 15 <= unseen <= 45

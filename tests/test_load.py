@@ -1,4 +1,6 @@
-"""Loading: each rank's rows give the bits of the whole tensor, and a checkpoint that does not fit is named as such."""
+"""Loading: each rank's rows give the bits of the whole tensor, and a checkpoint that does not fit is named as
+such."""
+
 import json
 from pathlib import Path
 
@@ -14,7 +16,8 @@ NF4 = dict(train_type="qlora", precision="bf16")
 
 
 def copy_model(source: str, target: Path, change=None, shards: bool = False) -> str:
-    """A copy of a model folder whose tensors went through `change`; `shards`: one file per tensor, with an index."""
+    """A copy of a model folder whose tensors went through `change`; `shards`: one file per tensor, with an
+    index."""
     target.mkdir(exist_ok=True)
     for file in Path(source).iterdir():
         if file.suffix != ".safetensors":
@@ -34,7 +37,8 @@ def copy_model(source: str, target: Path, change=None, shards: bool = False) -> 
 @pytest.mark.parametrize("model", ["llama", "llama-odd", "llama-tied", "qwen2", "gemma2"])
 @pytest.mark.parametrize("train_type", ["qlora", "full"])
 def test_rows_of_ranks_make_the_whole_tensor(pool, models, model, train_type):
-    """Worlds 2 to 4, and each rank reading everything, hold the bits of one process; row counts are not divisible."""
+    """Worlds 2 to 4, and each rank reading everything, hold the bits of one process; row counts are not
+    divisible."""
     flags = dict(train_type=train_type, precision="bf16")
     wanted = pool.run(1, "load_only", models(model), flags)[0]["digests"]
     for world in (2, 3, 4):
@@ -49,24 +53,32 @@ def test_rows_of_ranks_make_the_whole_tensor(pool, models, model, train_type):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bits_are_those_of_linear4bit(pool, models, tmp_path, dtype):
     import bitsandbytes as bnb
+
     folder = copy_model(models("qwen2"), tmp_path / "m", lambda t: {k: v.to(dtype) for k, v in t.items()})
     parts = pool.run(3, "load_only", folder, NF4)[0]["parts"]
     for name, weight in load_file(Path(folder) / "model.safetensors").items():
         if "layers" not in name or weight.ndim == 1:
             continue
-        layer = bnb.nn.Linear4bit(weight.shape[1], weight.shape[0], bias=False, quant_type="nf4", compress_statistics=True)
-        layer.weight = bnb.nn.Params4bit(weight, quant_type="nf4", compress_statistics=True, requires_grad=False)
+        layer = bnb.nn.Linear4bit(
+            weight.shape[1], weight.shape[0], bias=False, quant_type="nf4", compress_statistics=True
+        )
+        layer.weight = bnb.nn.Params4bit(
+            weight, quant_type="nf4", compress_statistics=True, requires_grad=False
+        )
         layer.to("cpu")
         state, base = layer.weight.quant_state, name.removesuffix("weight") + "base_layer."
         assert torch.equal(parts[base + "weight"].flatten(), layer.weight.data.flatten())
         assert torch.equal(parts[base + "absmax"].flatten(), state.absmax.flatten())
         assert torch.equal(parts[base + "absmax2"].view(torch.float32).flatten(), state.state2.absmax)
         assert torch.equal(parts[base + "offset"].view(torch.float32).flatten(), state.offset.flatten())
-        assert torch.equal(dequantized(parts, base, weight), bnb.functional.dequantize_4bit(layer.weight.data, state).float())
+        assert torch.equal(
+            dequantized(parts, base, weight), bnb.functional.dequantize_4bit(layer.weight.data, state).float()
+        )
 
 
 def dequantized(parts: dict, base: str, weight: torch.Tensor) -> torch.Tensor:
     import train
+
     linear = train.FrozenQuantLinear(torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False), train.NF4)
     for name in train.NF4.shapes(*weight.shape):
         getattr(linear, name).data = parts[base + name]
@@ -75,7 +87,8 @@ def dequantized(parts: dict, base: str, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_bytes_read_and_held(pool, models, world):
-    """A rank reads no more than its part and one tensor, and holds its part of the packed bytes and their statistics."""
+    """A rank reads no more than its part and one tensor, and holds its part of the packed bytes and their
+    statistics."""
     total = Path(models("llama"), "model.safetensors").stat().st_size
     largest = 300 * 64 * 4
     results = pool.run(world, "load_only", models("llama"), NF4)
@@ -90,6 +103,7 @@ def test_many_files_and_old_rope_entries(pool, models, tmp_path):
 
     def add_rope(tensors):
         return tensors | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(8) for i in (0, 1)}
+
     folder = copy_model(models("llama"), tmp_path / "m", add_rope, shards=True)
     assert pool.run(2, "load_only", folder, NF4)[1]["digests"] == wanted
 
@@ -99,16 +113,27 @@ def test_tied_embeddings_stay_tied_with_and_without_a_stored_head(pool, models, 
     result = pool.run(2, "load_only", models("llama-tied"), NF4)[0]
     assert "lm_head.weight" not in result["digests"] and "model.embed_tokens.weight" in result["digests"]
     assert not any("embed_tokens" in unit for unit in result["units"])
-    folder = copy_model(models("llama-tied"), tmp_path / "m",
-                        lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    folder = copy_model(
+        models("llama-tied"),
+        tmp_path / "m",
+        lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()},
+    )
     assert pool.run(2, "load_only", folder, NF4)[0]["digests"] == result["digests"]
 
 
 def test_units(pool, models):
     flags = NF4 | dict(wrap_policy="decoder_attention_mlp")
     assert pool.run(1, "load_only", models("llama"), flags)[0]["units"] == [
-        "model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.0", "model.layers.1.self_attn",
-        "model.layers.1.mlp", "model.layers.1", "model.embed_tokens", "model.norm + lm_head", "root"]
+        "model.layers.0.self_attn",
+        "model.layers.0.mlp",
+        "model.layers.0",
+        "model.layers.1.self_attn",
+        "model.layers.1.mlp",
+        "model.layers.1",
+        "model.embed_tokens",
+        "model.norm + lm_head",
+        "root",
+    ]
 
 
 def fails(pool, folder: str, flags: dict = NF4) -> str:
@@ -124,6 +149,7 @@ def test_all_misfits_are_named_in_one_error(pool, models, tmp_path):
         tensors.pop("model.layers.1.mlp.up_proj.weight")
         tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"][:100]
         return tensors | {"model.layers.7.surprise": torch.zeros(1)}
+
     message = fails(pool, copy_model(models("llama"), tmp_path / "m", spoil))
     assert "model.layers.1.mlp.up_proj.weight: missing" in message
     assert "model.layers.0.mlp.up_proj.weight: has shape (100, 64), the model wants (128, 64)" in message
@@ -138,7 +164,9 @@ def test_truncated_file_is_named(pool, models, tmp_path):
 
 
 def test_integer_weights_are_refused(pool, models, tmp_path):
-    folder = copy_model(models("llama"), tmp_path / "m", lambda t: t | {"lm_head.weight": t["lm_head.weight"].to(torch.int8)})
+    folder = copy_model(
+        models("llama"), tmp_path / "m", lambda t: t | {"lm_head.weight": t["lm_head.weight"].to(torch.int8)}
+    )
     assert "lm_head.weight: stored as I8" in fails(pool, folder)
 
 
@@ -148,7 +176,8 @@ def test_blocks_that_would_straddle_rows_are_refused_by_name(pool, models):
 
 
 def test_weights_that_are_no_linears_are_refused_for_quantised_types(pool, models):
-    """transformers keeps a mixture's experts in 3-D parameters: left alone they would stay in 16 bits unnoticed."""
+    """transformers keeps a mixture's experts in 3-D parameters: left alone they would stay in 16 bits
+    unnoticed."""
     assert "experts" in fails(pool, models("mixtral"))
 
 
@@ -159,13 +188,17 @@ def test_unmatched_adapter_targets_are_refused(pool, models):
 
 def test_adapters_start_the_same_everywhere(pool, models):
     """From (seed, name): independent of world size and implementation, different between layers and seeds."""
+
     def start(world, **flags):
         return pool.run(world, "fit", models("llama"), dict(train_type="custom_lora") | flags, 1)[0]["start"]
+
     one, three, other = start(1), start(3, train_type="lora"), start(1, seed=43)
     assert all(torch.equal(three[name], tensor) for name, tensor in one.items())
     a, b = (one[f"model.layers.{i}.self_attn.q_proj.lora_A.weight"] for i in (0, 1))
-    assert not torch.equal(a, b) and not torch.equal(a, other["model.layers.0.self_attn.q_proj.lora_A.weight"])
-    bound = 1 / 64 ** 0.5  # kaiming uniform with a = sqrt(5)
+    assert not torch.equal(a, b) and not torch.equal(
+        a, other["model.layers.0.self_attn.q_proj.lora_A.weight"]
+    )
+    bound = 1 / 64**0.5  # kaiming uniform with a = sqrt(5)
     assert 0.9 * bound < a.abs().max() <= bound
     assert all(not tensor.any() for name, tensor in one.items() if "lora_B" in name)
 

@@ -1,4 +1,6 @@
-"""Every switch gives the numbers of one process, and one process gives those of plain transformers, PEFT, bitsandbytes."""
+"""Every switch gives the numbers of one process, and one process gives those of plain transformers, PEFT,
+bitsandbytes."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -6,13 +8,18 @@ import torch.nn.functional as F
 import tiny
 from train import PRECISIONS, SHARDINGS, TRAIN_TYPES
 
-# Largest relative deviation of (losses, gradient norms, trained weights) from one process. fp32 differs only in the order
-# of sums. In the others each rank rounds its own gradients; what is stated is about twice what was seen. Losses alone
-# would not show a wrong gradient factor (Adam divides it away): the norms do.
+# Largest relative deviation of (losses, gradient norms, trained weights) from one process. fp32 differs only
+# in the order of sums. In the others each rank rounds its own gradients; what is stated is about twice what
+# was seen. Losses alone would not show a wrong gradient factor (Adam divides it away): the norms do.
 AFTER_ADAM = 1e-5  # later norms in fp32: Adam divides by the square root of gradients that are all rounding
-TOLERANCE = {"fp32": (1e-6, 1e-6, 1e-4), "bf16": (1e-3, 8e-3, None), "mp_bf16": (1e-3, 5e-3, None),
-             "mp_fp16_autocast": (2e-4, 1e-3, None), "mp_bf16_autocast": (5e-4, 4e-3, None),
-             "mp_bf16_buffers_autocast": (1e-3, 8e-3, None)}
+TOLERANCE = {
+    "fp32": (1e-6, 1e-6, 1e-4),
+    "bf16": (1e-3, 8e-3, None),
+    "mp_bf16": (1e-3, 5e-3, None),
+    "mp_fp16_autocast": (2e-4, 1e-3, None),
+    "mp_bf16_autocast": (5e-4, 4e-3, None),
+    "mp_bf16_buffers_autocast": (1e-3, 8e-3, None),
+}
 
 
 def assert_close(found: dict, wanted: dict, precision: str = "fp32") -> None:
@@ -24,7 +31,8 @@ def assert_close(found: dict, wanted: dict, precision: str = "fp32") -> None:
     if weight:
         for name, tensor in wanted["end"].items():
             change = (tensor - wanted["start"][name]).norm()
-            # Adam turns a gradient that is zero but for rounding (a key's bias) into a step: hence the factor.
+            # Adam turns a gradient that is zero but for rounding (a key's bias) into a step: hence the
+            # factor.
             assert (found["end"][name] - tensor).norm() <= 10 * weight * change, name
         assert distance(found["end"], wanted["end"]) <= weight * distance(wanted["end"], wanted["start"])
 
@@ -41,15 +49,17 @@ def alone(pool, models):
     def fit(model: str, flags: dict, *args) -> dict:
         key = (model, repr(sorted(flags.items())), args)
         if key not in known:
-            known[key], = pool.run(1, "fit", models(model), flags, *args)
+            (known[key],) = pool.run(1, "fit", models(model), flags, *args)
         return known[key]
+
     return fit
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("train_type", TRAIN_TYPES)
 def test_world_sizes(pool, models, alone, train_type, world):
-    """A global batch of 12, cut into 1, 2, 3, 4 parts: shards of 300, 128, 64 and 8 rows do not divide by 3."""
+    """A global batch of 12, cut into 1, 2, 3, 4 parts: shards of 300, 128, 64 and 8 rows do not divide by 3.
+    """
     wanted = alone("llama", dict(train_type=train_type, batch_size=12), 4, 24)
     flags = dict(train_type=train_type, batch_size=12 // world)
     for found in pool.run(world, "fit", models("llama"), flags, 4, 24):
@@ -69,22 +79,29 @@ def test_other_models(pool, models, alone, model, train_type):
 @pytest.mark.parametrize("train_type", TRAIN_TYPES)
 def test_precisions(pool, models, alone, train_type, precision):
     wanted = alone("llama", dict(train_type=train_type, precision=precision, batch_size=4))
-    found = pool.run(2, "fit", models("llama"), dict(train_type=train_type, precision=precision, batch_size=2))[0]
+    found = pool.run(
+        2, "fit", models("llama"), dict(train_type=train_type, precision=precision, batch_size=2)
+    )[0]
     assert_close(found, wanted, precision)
     exact = alone("llama", dict(train_type=train_type, batch_size=4))
     assert found["losses"] == pytest.approx(exact["losses"], rel=3e-3)  # and the mode trains what fp32 trains
 
 
-SWITCHES = [*(dict(sharding_strategy=s) for s in SHARDINGS),
-            dict(wrap_policy="decoder_attention_mlp"), dict(use_gradient_checkpointing=False),
-            dict(reentrant_checkpointing=True),
-            dict(reentrant_checkpointing=True, wrap_policy="decoder_attention_mlp", use_cpu_offload=True),
-            dict(use_cpu_offload=True), dict(use_activation_cpu_offload=True),
-            dict(use_activation_cpu_offload=True, use_gradient_checkpointing=False),
-            dict(use_cpu_offload=True, use_activation_cpu_offload=True, sharding_strategy="hybrid_full_shard"),
-            dict(no_sync=True, gradient_accumulation_steps=2, batch_size=1),
-            dict(no_sync=True, gradient_accumulation_steps=2, batch_size=1, sharding_strategy="hybrid_shard_grad_op"),
-            dict(use_cpu_offload=True, gradient_accumulation_steps=2, batch_size=1), dict(low_memory=False)]
+SWITCHES = [
+    *(dict(sharding_strategy=s) for s in SHARDINGS),
+    dict(wrap_policy="decoder_attention_mlp"),
+    dict(use_gradient_checkpointing=False),
+    dict(reentrant_checkpointing=True),
+    dict(reentrant_checkpointing=True, wrap_policy="decoder_attention_mlp", use_cpu_offload=True),
+    dict(use_cpu_offload=True),
+    dict(use_activation_cpu_offload=True),
+    dict(use_activation_cpu_offload=True, use_gradient_checkpointing=False),
+    dict(use_cpu_offload=True, use_activation_cpu_offload=True, sharding_strategy="hybrid_full_shard"),
+    dict(no_sync=True, gradient_accumulation_steps=2, batch_size=1),
+    dict(no_sync=True, gradient_accumulation_steps=2, batch_size=1, sharding_strategy="hybrid_shard_grad_op"),
+    dict(use_cpu_offload=True, gradient_accumulation_steps=2, batch_size=1),
+    dict(low_memory=False),
+]
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()))
@@ -97,8 +114,16 @@ def test_switches(pool, models, alone, train_type, switches):
 
 
 @pytest.mark.parametrize("precision", ["mp_bf16", "mp_fp16_autocast"])
-@pytest.mark.parametrize("switches", [dict(sharding_strategy="hybrid_full_shard"), dict(sharding_strategy="ddp"),
-                                      dict(use_cpu_offload=True), dict(reentrant_checkpointing=True)], ids=str)
+@pytest.mark.parametrize(
+    "switches",
+    [
+        dict(sharding_strategy="hybrid_full_shard"),
+        dict(sharding_strategy="ddp"),
+        dict(use_cpu_offload=True),
+        dict(reentrant_checkpointing=True),
+    ],
+    ids=str,
+)
 def test_switches_mixed_precision(pool, models, alone, precision, switches):
     wanted = alone("llama", dict(train_type="custom_qlora", precision=precision, batch_size=8))
     flags = dict(train_type="custom_qlora", precision=precision, batch_size=2) | switches
@@ -108,15 +133,18 @@ def test_switches_mixed_precision(pool, models, alone, precision, switches):
 @pytest.mark.parametrize("train_type", TRAIN_TYPES)
 def test_bitwise_on_two_ranks(pool, models, train_type):
     """Two ranks do the additions of two micro-batches on one: not a bit differs."""
-    wanted, = pool.run(1, "fit", models("llama"), dict(train_type=train_type, batch_size=1, gradient_accumulation_steps=2))
+    (wanted,) = pool.run(
+        1, "fit", models("llama"), dict(train_type=train_type, batch_size=1, gradient_accumulation_steps=2)
+    )
     found = pool.run(2, "fit", models("llama"), dict(train_type=train_type, batch_size=1))[0]
     assert all(torch.equal(found["end"][name], tensor) for name, tensor in wanted["end"].items())
 
 
 @pytest.mark.parametrize("train_type", ["full", "qlora"])
 def test_split_of_the_batch_does_not_matter(pool, models, alone, train_type):
-    """(batch, accumulation, world) = (4,1,1) = (1,4,1) = (1,2,2) = (1,1,4), with unequal numbers of supervised tokens, two
-    examples (so, in the last split, ranks) without any, and a last window that is not full: 10 examples, 3 steps."""
+    """(batch, accumulation, world) = (4,1,1) = (1,4,1) = (1,2,2) = (1,1,4), with unequal numbers of
+    supervised tokens, two examples (so, in the last split, ranks) without any, and a last window that is not
+    full: 10 examples, 3 steps."""
     masked = (3, 7)
     wanted = alone("llama", dict(train_type=train_type, batch_size=4), 3, 10, masked)
     for batch, accumulation, world in [(1, 4, 1), (1, 2, 2), (1, 1, 4), (2, 2, 1)]:
@@ -141,10 +169,15 @@ def test_all_that_is_trained_moves_and_nothing_else(alone, train_type, precision
     assert result["frozen_after"] == result["frozen"]
 
 
-@pytest.mark.parametrize("checkpointing", [dict(reentrant_checkpointing=r, use_gradient_checkpointing=True) for r in (True, False)])
+@pytest.mark.parametrize(
+    "checkpointing", [dict(reentrant_checkpointing=r, use_gradient_checkpointing=True) for r in (True, False)]
+)
 def test_checkpointed_adapters_move(pool, models, checkpointing):
-    """With frozen embeddings, reentrant checkpointing silently trains nothing unless its input requires grad."""
-    result = pool.run(2, "fit", models("llama-tied"), dict(train_type="qlora", precision="mp_bf16", **checkpointing), 2)[0]
+    """With frozen embeddings, reentrant checkpointing silently trains nothing unless its input requires grad.
+    """
+    result = pool.run(
+        2, "fit", models("llama-tied"), dict(train_type="qlora", precision="mp_bf16", **checkpointing), 2
+    )[0]
     assert all(not torch.equal(tensor, result["start"][name]) for name, tensor in result["end"].items())
 
 
@@ -156,6 +189,7 @@ def test_packed_bytes_survive_gathering(pool, models, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_rope_is_fp32(alone, pool, models, precision):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     wanted = LlamaRotaryEmbedding(tiny.model("llama").config).inv_freq
     for result in pool.run(2, "fit", models("llama"), dict(train_type="qlora", precision=precision), 1):
         found = {n: b for n, b in result["buffers"].items() if "inv_freq" in n}
@@ -170,27 +204,48 @@ def test_overflow_on_one_rank_skips_the_step_on_all(pool, models):
 
 def test_clipping_is_the_same_in_fp16_and_fp32(alone):
     """Unscaled before clipped: with a limit far below the norm, weights move alike."""
-    flags = dict(train_type="custom_lora", batch_size=4, optimizer="sgd", lr=1.0, apply_gradient_clipping=True, grad_norm=0.1)
+    flags = dict(
+        train_type="custom_lora",
+        batch_size=4,
+        optimizer="sgd",
+        lr=1.0,
+        apply_gradient_clipping=True,
+        grad_norm=0.1,
+    )
     one, other = (alone("llama", flags | dict(precision=p)) for p in ("fp32", "mp_fp16_autocast"))
     for name, tensor in one["end"].items():
-        assert torch.allclose(other["end"][name] - other["start"][name], tensor - one["start"][name], atol=5e-4)
+        assert torch.allclose(
+            other["end"][name] - other["start"][name], tensor - one["start"][name], atol=5e-4
+        )
     change = torch.cat([(t - one["start"][n]).flatten() for n, t in one["end"].items()]).norm()
     assert 0.1 < change < 1.0  # four steps of norm 0.1 with momentum, not of norm 0.5
 
 
-# ------------------------------------------------------------------------------------------ independent references
+# ------------------------------------------------------------------------------------- independent references
+
 
 def reference_model(folder: str, train_type: str, start: dict):
-    """The same model from the libraries alone: transformers, and for adapters PEFT over bitsandbytes' Linear4bit."""
+    """The same model from the libraries alone: transformers, and for adapters PEFT over bitsandbytes'
+    Linear4bit."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-                                   bnb_4bit_compute_dtype=torch.float32)
+
+    quantized = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
     extra = dict(quantization_config=quantized) if "qlora" in train_type else {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **extra)
     if train_type != "full":
-        model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear"))
-        named = {n.replace("base_model.model.", "").replace(".default.", "."): p for n, p in model.named_parameters()}
+        model = get_peft_model(
+            model, LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear")
+        )
+        named = {
+            n.replace("base_model.model.", "").replace(".default.", "."): p
+            for n, p in model.named_parameters()
+        }
         assert set(start) == {n for n, p in named.items() if p.requires_grad}
         with torch.no_grad():
             for name, tensor in start.items():
@@ -200,12 +255,16 @@ def reference_model(folder: str, train_type: str, start: dict):
 
 
 def reference_fit(model, samples: list, batch_size: int, count: int):
-    """A plain loop: padded batches with an attention mask, whole logits, cross-entropy, AdamW, one process."""
+    """A plain loop: padded batches with an attention mask, whole logits, cross-entropy, AdamW, one process.
+    """
     from scripts import data
+
     model.train()  # in eval mode bitsandbytes repacks weights for bf16 on a CPU
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
-    windows = data.steps(len(samples), seed=1, epoch=0, batch_size=batch_size, accumulation=1, rank=0, world=1)
+    windows = data.steps(
+        len(samples), seed=1, epoch=0, batch_size=batch_size, accumulation=1, rank=0, world=1
+    )
     losses, norms = [], []
     for (chosen,) in (windows * count)[:count]:
         batch = [samples[i] for i in chosen]

@@ -1,0 +1,272 @@
+"""Flags and what they name: good ones become a configuration, bad ones a short message and nothing on disk.
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tiny
+import train
+from train import Config, UserError, parse
+
+ROOT = Path(train.__file__).parent
+TRAIN = [sys.executable, str(ROOT / "train.py")]
+
+
+def quick(*argv: str) -> Config:
+    return parse(list(argv), surroundings=False)
+
+
+def test_defaults_and_types():
+    config = quick()
+    assert config == Config()
+    config = quick(
+        "--lr", "1e-4", "--batch_size=3", "--use_cpu_offload", "true", "--no_sync", "--low_memory", "False"
+    )
+    assert (config.lr, config.batch_size, config.use_cpu_offload, config.no_sync, config.low_memory) == (
+        1e-4,
+        3,
+        True,
+        True,
+        False,
+    )
+
+
+def test_both_spellings():
+    assert quick("--batch-size", "3", "--output-dir=a-b_c").output_dir == "a-b_c"
+    for short in ("fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"):
+        assert (
+            quick("--precision", short).precision
+            == quick("--precision", f"mp_{short}").precision
+            == f"mp_{short}"
+        )
+
+
+ANCESTOR = """--world_size 2 --master_port 12356 --model_name meta-llama/Llama-2-7b-hf
+--gradient_accumulation_steps 4
+ --batch_size 8 --context_length 512 --precision bf16 --train_type {} --use_gradient_checkpointing true
+ --use_cpu_offload false --use_activation_cpu_offload false --log_to wandb --reentrant_checkpointing true
+ --lora_rank 64 --lora_alpha 16 --lora_dropout 0.1 --lora_target_modules all --lr 1e-5
+ --apply_gradient_clipping false --grad_norm 0.3 --wd 0.1 --optimizer adamw --lr_scheduler constant
+ --loading_workers -1 --master_addr localhost --seed 42 --project_name fsdp_qlora --num_epochs 1
+ --dataset_samples 512 --sharding_strategy full_shard --low_memory true --no_sync false --verbose false
+ --save_model false --max_steps -1"""
+
+
+@pytest.mark.parametrize("train_type", train.TRAIN_TYPES)
+def test_the_ancestors_flags(train_type):
+    config = quick(*ANCESTOR.format(train_type).split())
+    assert config.train_type == train_type and config.lora_dropout == 0.1 and not config.save_model
+    buffers = quick("--precision", "bf16_buffers_autocast", "--use_gradient_checkpointing", "True")
+    assert buffers.numbers == train.PRECISIONS["mp_bf16_buffers_autocast"]
+
+
+BAD = {  # flags -> what the message must contain
+    "--trian_type qlora": "unknown flag --trian_type (did you mean --train_type?)",
+    "--zzzzz 1": "unknown flag --zzzzz",
+    "stray": "unexpected argument 'stray'",
+    "--train_type qlorra": "--train_type qlorra: did you mean qlora?",
+    "--precision bf61": "--precision bf61: did you mean bf16?",
+    "--sharding_strategy none": "--sharding_strategy none: choose from full_shard",
+    "--wrap_policy x": "choose from decoder, decoder_attention_mlp",
+    "--optimizer lyon": "--optimizer lyon",
+    "--lr_scheduler cosin": "did you mean cosine?",
+    "--log_to file": "choose from tqdm, stdout, wandb",
+    "--batch_size 0": "--batch_size 0: must be at least 1",
+    "--batch_size two": "--batch_size two: expected a whole number",
+    "--batch_size": "--batch_size: expected one argument",
+    "--context_length 0": "--context_length 0: must be at least 2",
+    "--gradient_accumulation_steps -1": "must be at least 1",
+    "--num_epochs 0": "--num_epochs 0",
+    "--max_steps 0": "--max_steps 0",
+    "--max_steps -2": "--max_steps -2",
+    "--lr 0": "--lr 0.0: must be greater than 0",
+    "--lr nan": "--lr nan: must be greater than 0",
+    "--lr fast": "expected a number",
+    "--wd -1": "--wd -1.0",
+    "--grad_norm 0": "--grad_norm 0.0",
+    "--lora_rank 0": "--lora_rank 0",
+    "--lora_dropout 1": "--lora_dropout 1.0: must be below 1",
+    "--use_cpu_offload maybe": "--use_cpu_offload maybe: expected true or false",
+    "--seed -1": "--seed -1",
+    "--world_size 0": "--world_size 0",
+    "--world_size -5": "--world_size -5",
+    "--master_port 70000": "--master_port 70000",
+    "--llama_pro_path x": "--llama_pro_path goes with a llama_pro train type",
+    "--model_name /no/such/folder": "/no/such/folder: no such folder",
+    "--model_name {empty}": "no config.json",
+    "--model_name {bins}": "only .bin weights",
+    "--model_name {noweights}": "neither model.safetensors nor",
+    "--model_name {holes}": "model-2.safetensors is missing",
+    "--model_name {badindex}": "not a safetensors index",
+    "--dataset /no/such.jsonl": "/no/such.jsonl: no such file",
+    "--dataset alpacca": "none of demo, dummy",
+    "--dataset {nothing}": "the file is empty",
+    "--output_dir {full}": "not empty; choose another or pass --overwrite_output_dir true",
+    "--output_dir {file}": "is a file",
+    "--output_dir /proc/here": "not writable",
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, str]:
+    """Folders and files that are wrong in one way each."""
+    root = tmp_path_factory.mktemp("places")
+    made = {name: root / name for name in ("empty", "bins", "noweights", "holes", "badindex", "full")}
+    for name, folder in made.items():
+        folder.mkdir()
+        if name != "empty":
+            (folder / "config.json").write_text("{}")
+    (made["bins"] / "pytorch_model.bin").write_bytes(b"x")
+    (made["holes"] / "model-1.safetensors").write_bytes(b"x")
+    index = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    (made["holes"] / "model.safetensors.index.json").write_text(index)
+    (made["badindex"] / "model.safetensors.index.json").write_text("[]")
+    made["nothing"], made["file"] = root / "nothing.jsonl", root / "file"
+    made["nothing"].write_text("")
+    made["file"].write_text("x")
+    return {name: str(path) for name, path in made.items()}
+
+
+def outcome(capsys, monkeypatch, flags: list[str]) -> str:
+    """What train.py prints to stderr for these flags; it must refuse them without starting anything."""
+    monkeypatch.setattr(train, "launch", lambda *args: pytest.fail("a bad configuration was started"))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert train.main(flags) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_flags(capsys, monkeypatch, tmp_path, places, flags):
+    given = flags.format(**places).split()
+    if "output_dir" not in flags:
+        given += ["--output_dir", str(tmp_path / "out")]
+    message = outcome(capsys, monkeypatch, given)
+    assert message.startswith("train.py: error: ") and BAD[flags] in message
+    assert len(message) < 500 and "Traceback" not in message and message.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_problems_are_told_together(capsys, monkeypatch, tmp_path):
+    message = outcome(
+        capsys,
+        monkeypatch,
+        [
+            "--batch_size",
+            "0",
+            "--lr",
+            "x",
+            "--presicion",
+            "bf16",
+            "--train_type",
+            "lore",
+            "--dataset",
+            "/no.json",
+            "--model_name",
+            "/no/model",
+            "--output_dir",
+            "/proc/x",
+        ],
+    )
+    for part in (
+        "--batch_size 0",
+        "--lr x",
+        "--presicion",
+        "--train_type lore",
+        "/no.json",
+        "/no/model",
+        "/proc/x",
+    ):
+        assert part in message
+
+
+def test_more_processes_than_accelerators():
+    assert "only 2 accelerator(s) here" in train.check_world(Config(world_size=3), 2)[0]
+    assert not train.check_world(Config(world_size=2), 2) and not train.check_world(Config(world_size=9), 0)
+
+
+@pytest.mark.parametrize(
+    "env, wanted",
+    [
+        ({}, None),
+        (
+            dict(RANK="1", WORLD_SIZE="4", MASTER_ADDR="a", MASTER_PORT="1"),
+            dict(rank=1, world=4, local_rank=1, local_world=4),
+        ),
+        (
+            dict(
+                RANK="3",
+                WORLD_SIZE="4",
+                LOCAL_RANK="1",
+                LOCAL_WORLD_SIZE="2",
+                MASTER_ADDR="a",
+                MASTER_PORT="1",
+            ),
+            dict(rank=3, world=4, local_rank=1, local_world=2),
+        ),
+        (dict(RANK="1"), "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (
+            dict(RANK="4", WORLD_SIZE="4", MASTER_ADDR="a", MASTER_PORT="1"),
+            "RANK=4 does not fit WORLD_SIZE=4",
+        ),
+        (dict(RANK="x", WORLD_SIZE="4", MASTER_ADDR="a", MASTER_PORT="1"), "RANK=x is no number"),
+    ],
+)
+def test_launcher_variables(env, wanted):
+    if isinstance(wanted, str):
+        with pytest.raises(UserError, match=wanted):
+            train.launcher_variables(env)
+    else:
+        assert train.launcher_variables(env) == wanted
+
+
+def test_every_flag_is_explained_and_grouped():
+    groups = list(train.GROUPS)
+    names = [spec.name for spec in dataclasses.fields(Config)]
+    assert names[0] == groups[0] and set(groups) <= set(names)
+    assert all(len(spec.metadata["help"]) > 8 for spec in dataclasses.fields(Config))
+
+
+@pytest.mark.parametrize("flags, code", [(["--help"], 0), (["--batch_size", "0"], 2)])
+def test_help_and_errors_come_without_heavy_imports(flags, code):
+    """Nothing heavier than torch; the time is a human's patience, not a benchmark."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *TRAIN[1:], *flags], capture_output=True, text=True, cwd="/"
+    )
+    assert done.returncode == code
+    assert (done.stdout if code == 0 else done.stderr).count("--") >= 1
+    assert time.monotonic() - start < 20
+    for heavy in ("transformers", "peft", "bitsandbytes", "hqq", "accelerate", "wandb"):
+        assert f"| {heavy}\n" not in done.stderr and f" {heavy}\n" not in done.stderr
+
+
+def test_hub_id_offline_names_the_flag(capsys, monkeypatch, tmp_path):
+    """An id that is neither a folder nor in the hub's cache, without network."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    message = outcome(
+        capsys, monkeypatch, ["--model_name", "nobody/nothing", "--output_dir", str(tmp_path / "out")]
+    )
+    assert (
+        "--model_name nobody/nothing" in message and "Traceback" not in message and message.count("\n") == 1
+    )
+
+
+def test_hub_cache_is_used_offline(tmp_path):
+    """A model that is in the hub's cache is found there by its id."""
+    home = tmp_path / "hub" / "models--someone--tiny"
+    snapshot = home / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("0123abc")
+    tiny.save_model("llama", str(snapshot))
+    code = "from scripts.checkpoint import find_folder; print(find_folder('someone/tiny'))"
+    env = dict(os.environ, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
+    assert found.stdout.strip() == str(snapshot), found.stderr

@@ -1,0 +1,243 @@
+"""The real command, in processes of its own: starting, ending, failing, what lies on disk afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tiny
+import train
+from pool import free_port
+
+ROOT = Path(train.__file__).parent
+METRICS = {
+    "step",
+    "epoch",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "supervised_tokens",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "host_memory_bytes",
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    return tiny.write_alpaca(tmp_path_factory.mktemp("data") / "rows.jsonl")
+
+
+def environment(**extra) -> dict:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    return env | dict(HF_HUB_OFFLINE="1", WANDB_MODE="offline") | extra
+
+
+def command(
+    model: str, dataset, output, *flags: str, start=(sys.executable, str(ROOT / "train.py"))
+) -> list[str]:
+    return [
+        *start,
+        "--model_name",
+        model,
+        "--dataset",
+        str(dataset),
+        "--output_dir",
+        str(output),
+        "--precision",
+        "fp32",
+        "--lora_rank",
+        "4",
+        "--lr",
+        "0.01",
+        *flags,
+    ]
+
+
+def run(*args, env=None, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(*args, **kwargs),
+        capture_output=True,
+        text=True,
+        cwd="/",
+        timeout=240,
+        env=env or environment(),
+    )
+
+
+def rows(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_and_what_it_leaves(models, dataset, tmp_path):
+    """12 examples in steps of 5 x 2: a full window and a tail, two epochs."""
+    output = tmp_path / "out"
+    done = run(models("llama"), dataset, output, "--batch_size", "5", "--num_epochs", "2")
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "model   ",
+        "train   qlora",
+        "data    ",
+        "2 process(es)",
+        "done    4 steps",
+        f"generate.py --adapter {output}",
+    ):
+        assert line in done.stdout
+    found = rows(output)
+    assert [row["step"] for row in found] == [1, 2, 3, 4] and [row["epoch"] for row in found] == [0, 0, 1, 1]
+    assert all(set(row) == METRICS for row in found)
+    kept = json.loads((output / "run.json").read_text())
+    assert sum(row["supervised_tokens"] for row in found) == 2 * kept["data"]["supervised_tokens"]
+    assert sum(row["tokens"] for row in found) == 2 * kept["data"]["total_tokens"]
+    assert kept["config"]["batch_size"] == 5 and kept["summary"]["steps"] == 4 and kept["versions"]["torch"]
+    assert kept["summary"]["loss_last"] == found[-1]["loss"] < found[0]["loss"]
+    assert kept["model"]["fingerprint"] and kept["data"]["fingerprint"] and kept["quantized_parameters"] > 0
+    names = {p.name for p in output.iterdir()}
+    assert names == {
+        "run.json",
+        "metrics.jsonl",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "README.md",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } - {"README.md"} | (names & {"README.md"})
+    again = run(models("llama"), dataset, output)
+    assert again.returncode == 2 and "not empty" in again.stderr
+
+
+def test_torchrun_seed_and_wandb(models, dataset, tmp_path):
+    """The same seed gives the same run, bit for bit, whoever starts the processes; another gives another."""
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        str(ROOT / "train.py"),
+    )
+    flags = ("--train_type", "custom_lora", "--max_steps", "2", "--lora_dropout", "0.1")
+    outputs = [tmp_path / name for name in "abc"]
+    first = run(models("llama"), dataset, outputs[0], *flags, "--log_to", "stdout")
+    second = run(models("llama"), dataset, outputs[1], *flags, "--log_to", "wandb", start=torchrun)
+    third = run(models("llama"), dataset, outputs[2], *flags, "--seed", "7", "--save_model", "false")
+    for done in (first, second, third):
+        assert done.returncode == 0, done.stderr
+    assert "step 1/2" in first.stdout and "step 2/2" in first.stdout
+    one, two, other = ([row["loss"] for row in rows(output)] for output in outputs)
+    assert one == two != other
+    name = "adapter_model.safetensors"
+    assert (outputs[0] / name).read_bytes() == (outputs[1] / name).read_bytes()
+    assert not (outputs[2] / name).exists()
+    assert list((outputs[1] / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_world_sizes_are_obeyed(models, dataset, tmp_path):
+    done = run(models("llama"), dataset, tmp_path / "1", "--world_size", "1", "--max_steps", "1")
+    assert done.returncode == 0 and "1 process(es)" in done.stdout, done.stderr
+    env = environment(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    done = run(models("llama"), dataset, tmp_path / "2", "--max_steps", "1", env=env)
+    assert done.returncode == 0 and "1 process(es)" in done.stdout, done.stderr
+    done = run(models("llama"), dataset, tmp_path / "3", "--world_size", "3", env=env)
+    assert done.returncode == 2 and "--world_size 3, but the launcher started 1" in done.stderr
+
+
+FAILING = """
+import sys
+sys.path.insert(0, {root!r})
+import train
+step, train.__file__ = train.train_step, __file__
+def broken(training, batches, tokens):
+    if training.runtime.rank == 1:
+        {action}
+    return step(training, batches, tokens)
+train.train_step = broken
+if __name__ == "__main__":
+    sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "action, code, text",
+    [
+        ("raise ZeroDivisionError('the cause')", 1, "ZeroDivisionError: the cause"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137, ""),
+        ("raise train.UserError('mend this')", 2, "train.py: error: mend this"),
+    ],
+)
+def test_a_failing_rank_ends_all(models, dataset, tmp_path, action, code, text):
+    """Rank 1 fails while rank 0 waits for it: all end within seconds, and the cause is the first thing to
+    read."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(root=str(ROOT), action=action))
+    start = time.monotonic()
+    done = run(models("llama"), dataset, tmp_path / "out", start=(sys.executable, str(script)))
+    assert done.returncode == code and time.monotonic() - start < 60
+    assert text in done.stderr and "closed by peer" not in done.stderr
+    assert done.stderr.count("Traceback") == (code == 1)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(models, dataset, tmp_path):
+    done = run(
+        models("llama"),
+        dataset,
+        tmp_path / "out",
+        "--lr",
+        "1e30",
+        "--train_type",
+        "full",
+        "--batch_size",
+        "2",
+    )
+    assert done.returncode == 2 and "the loss is nan" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_interrupt_ends_quickly(models, dataset, tmp_path):
+    process = subprocess.Popen(
+        command(models("llama"), dataset, tmp_path / "out", "--num_epochs", "1000"),
+        cwd="/",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            break
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and time.monotonic() - start < 20
+    assert "Traceback" not in errors
+
+
+def test_bad_rows_and_misfitting_models_are_one_message(models, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"instruction": "a", "output": "b"}\n{"instruction": 3}\n')
+    done = run(models("llama"), bad, tmp_path / "out")
+    assert done.returncode == 2 and "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+    assert done.stderr.count("train.py: error") == 1 and "line 2" in done.stderr
+
+
+def test_repeated_runs_end_normally(models, dataset, tmp_path):
+    """Two-process runs, again and again: gloo's threads must not outlive what they use (QSHARD_REPEATS sets
+    how often)."""
+    for number in range(int(os.environ.get("QSHARD_REPEATS", 5))):
+        done = run(
+            models("llama"),
+            dataset,
+            tmp_path / str(number),
+            "--max_steps",
+            "1",
+            "--train_type",
+            "custom_qlora",
+        )
+        assert done.returncode == 0, (number, done.stderr)
+        assert "terminate" not in done.stderr and "Abort" not in done.stderr

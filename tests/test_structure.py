@@ -1,0 +1,97 @@
+"""What keeps the code readable, held by machine: sizes, no work at import, one place for every flag, README
+in step."""
+
+import ast
+import dataclasses
+import re
+import shlex
+import statistics
+from pathlib import Path
+
+import pytest
+
+import train
+
+ROOT = Path(train.__file__).parent
+FILES = [ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py"))]
+README = (ROOT / "README.md").read_text()
+
+
+def functions(path: Path) -> dict[str, int]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+    return {node.name: node.end_lineno - node.lineno + 1 for node in found}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_sizes(path):
+    sizes = functions(path)
+    assert max(sizes.values()) <= 60, max(sizes, key=sizes.get)
+    assert statistics.median(sizes.values()) < 15
+    assert not [n for n, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 110]
+
+
+def test_train_stays_one_sitting():
+    assert len((ROOT / "train.py").read_text().splitlines()) <= 1050
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_no_work_at_import(path):
+    """Top level: imports, definitions, constants, and the line that finds `scripts`."""
+    allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    for node in ast.parse(path.read_text()).body:
+        text = ast.unparse(node)
+        fine = (
+            isinstance(node, allowed) or isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        )
+        assert fine or text.startswith(("if __name__ ==", "sys.path.insert(")), text
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_no_left_overs(path):
+    text = path.read_text()
+    assert not re.search(
+        r"TODO|FIXME|XXX|breakpoint\(\)|^\s*# *(?:if|for|return|import|def|print)\b.*[:)]$", text, re.M
+    )
+
+
+def test_device_differences_stand_in_the_runtime_section():
+    text = (ROOT / "train.py").read_text()
+    below = text[text.index("- quantised linears\n") :]
+    assert not re.search(r"cuda|is_cuda|\.type == .cpu", below)
+
+
+def test_every_flag_is_used_and_train_types_are_never_tested_by_name():
+    text = (ROOT / "train.py").read_text() + "".join(p.read_text() for p in FILES[1:])
+    for spec in dataclasses.fields(train.Config):
+        assert re.search(rf"(?:config|self)\.{spec.name}\b", text), f"--{spec.name} does nothing"
+    body = (ROOT / "train.py").read_text().split("runtime\n", 1)[1]
+    assert not re.search(r"train_type\s*(?:==|!=|in\b)", body)
+
+
+def commands(text: str) -> list[list[str]]:
+    """The argument lists of all `python train.py` and torchrun lines in README's code blocks."""
+    lines = "\n".join(re.findall(r"```(?:bash|sh)?\n(.*?)```", text, re.S)).replace("\\\n", " ").splitlines()
+    found = [re.search(r"(?:^|\s)train\.py(.*)$", line) for line in lines]
+    return [shlex.split(match.group(1), comments=True) for match in found if match]
+
+
+def test_readme_commands_parse():
+    assert len(commands(README)) >= 4
+    for argv in commands(README):
+        train.parse(argv, surroundings=False)
+
+
+def test_readme_names_everything_on_the_tables():
+    for table in (train.TRAIN_TYPES, train.PRECISIONS, train.SHARDINGS, train.OPTIMIZERS, train.SCHEDULES):
+        missing = [name for name in table if f"`{name}`" not in README]
+        assert not missing
+
+
+def test_requirements_are_pinned_with_a_reason():
+    lines = [
+        line
+        for line in (ROOT / "requirements.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert all(re.match(r"[\w-]+==\S+\s+# .{8,}", line) for line in lines)
