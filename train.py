@@ -617,7 +617,7 @@ def gather_rows(local: torch.Tensor, rows: int, mesh) -> torch.Tensor:
 
 
 def put_quantized(slot: checkpoint.Slot, packed, absmax, mesh, gathered: bool) -> None:
-    """Fills the parts of a quantised linear. The second level needs the absmax of all rows, so it is gathered."""
+    """Fills the parts of a quantised linear. Its second level needs the absmax of all rows."""
     rows = slot.module.out_features
     absmax = absmax if gathered else gather_rows(absmax, rows, mesh)
     parts = slot.module.quantizer.quantize_statistics(absmax)
@@ -828,7 +828,7 @@ def save(model: Model, config: Config, source: Path, tokenizer, runtime: Runtime
         return
     tokenizer.save_pretrained(folder)
     if adapter:
-        base = config.model_name or str(source)
+        base = config.model_name if checkpoint.is_hub_id(config.model_name or ".") else str(source.resolve())
         adapters.lora_config(config, sorted(model.targets), base).save_pretrained(folder)
         return
     hf = model.module.config
@@ -899,8 +899,7 @@ def find_model(config: Config, runtime: Runtime) -> Path:
 
 
 def describe(config: Config, runtime: Runtime, folder: Path, samples: list, counts, facts: dict) -> dict:
-    """What run.json says before the summary: enough to repeat the run and to tell whether a base is the same.
-    """
+    """What run.json says before the summary: enough to repeat the run and to recognise its base."""
     seen = hashlib.sha256(repr(samples).encode()).hexdigest()[:16]
     return dict(config=dataclasses.asdict(config), world_size=runtime.world, device=runtime.device.type,
                 versions=logs.versions(), git_commit=logs.git_commit(),

@@ -18,8 +18,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the safetensors files of a model folder. Raises UserError for an index that is no such thing.
-    """
+    """Names of a model folder's safetensors files. Raises UserError for an index that is no such thing."""
     if not (folder / INDEX).is_file():
         return ["model.safetensors"]
     try:
@@ -87,8 +86,7 @@ def find_folder(name: str | None, say=print) -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of the configuration and of the weight files' names and sizes: cheap, and it tells bases apart.
-    """
+    """A hash of the configuration and of the weight files' names and sizes: cheap, and tells models apart."""
     parts = [(folder / "config.json").read_bytes()]
     parts += [f"{p.name}:{p.stat().st_size}".encode() for p in sorted(folder.glob("*.safetensors"))]
     return hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]

@@ -148,7 +148,7 @@ def score(answers: list[str], rows: list[dict]) -> str:
 # ----------------------------------------------------------------------------------------------- command line
 
 def main(
-    adapter: str = "out",  # output folder of a training run: a PEFT adapter or a whole model
+    adapter: str = "output",  # output folder of a training run: a PEFT adapter or a whole model
     prompt: str = "",  # instruction to answer
     input: str = "",  # what the instruction is about, such as a table
     eval: str = "",  # .jsonl or .json file in alpaca form on which to count exact matches

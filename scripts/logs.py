@@ -120,8 +120,8 @@ class Metrics:
             self.sink.write(row)
         if not math.isfinite(loss):
             bad = [str(rank) for rank, value in enumerate(every[:, 0].tolist()) if not math.isfinite(value)]
-            raise UserError(f"step {row['step']}: the loss is {loss} (rank {', '.join(bad)}); nothing is saved. "
-                            f"A smaller --lr or --precision mp_bf16 may help")
+            raise UserError(f"step {row['step']}: the loss is {loss} (rank {', '.join(bad)}), so nothing is "
+                            f"saved; a smaller --lr or --precision mp_bf16 may help")
 
     def close(self) -> None:
         if self.sink:
@@ -147,8 +147,8 @@ def introduce(config, facts: dict, folder: Path, counts, runtime, total: int) ->
     part = trained / facts["parameters"]
     say("train", f"{config.train_type}: {trained / 1e6:.2f} M parameters ({part:.2%}){on}")
     supervised, length = counts.supervised_tokens / counts.kept, counts.total_tokens / counts.kept
-    say("data", f"{config.dataset}: {counts.kept} examples, {counts.truncated} cut, {counts.dropped} dropped; "
-                f"{supervised:.1f} of {length:.1f} tokens supervised each")
+    kept = f"{counts.kept} examples ({counts.truncated} cut), {counts.dropped} dropped"
+    say("data", f"{config.dataset}: {kept}, {supervised:.1f} of {length:.1f} tokens supervised each")
     examples = f"{config.batch_size} x {config.gradient_accumulation_steps} x {runtime.world}"
     say("run", f"{runtime.world} process(es) on {runtime.device.type}, {config.sharding_strategy}, "
                f"{config.precision}; {total} steps of {examples} examples")
