@@ -26,8 +26,9 @@ def write_checkpoint(folder: Path, layers: int) -> None:
     from safetensors.torch import save_file
     from transformers import LlamaConfig
     width, inner, heads, vocabulary = 2048, 5632, 16, 32000
-    config = LlamaConfig(hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, dtype="bfloat16",
-                         num_attention_heads=heads, vocab_size=vocabulary, architectures=["LlamaForCausalLM"])
+    config = LlamaConfig(hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
+                         num_attention_heads=heads, vocab_size=vocabulary, dtype="bfloat16",
+                         architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
     square, wide, tall, norm = (width, width), (inner, width), (width, inner), (width,)
     block = {f"self_attn.{n}_proj": square for n in "qkvo"} | {
@@ -93,9 +94,9 @@ def load(folder: str, low_memory: bool) -> None:
 
 def measure(folder: Path, world: int, low_memory: bool) -> list[dict]:
     with tempfile.TemporaryDirectory() as out:
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
         command = [*start, __file__, "--rank_of", str(folder), "--low_memory", str(low_memory)]
-        # Allocations of row slices go back to the system at once, so that what is measured is what is in use.
+        # Freed row slices go back to the system at once, so that what is measured is what is in use.
         env = dict(os.environ, BENCH_OUT=out, MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1")
         subprocess.run(command, check=True, env=env, stderr=subprocess.DEVNULL)
         return [json.loads(path.read_text()) for path in sorted(Path(out).iterdir())]
