@@ -1,20 +1,20 @@
-"""qshard: fine-tune a language model with FSDP2 over a 4-bit (or plain) base. Pure PyTorch, read top to
-bottom.
+"""qshard: fine-tune language models with FSDP2 over a 4-bit (or plain) base, in pure PyTorch.
 
     python train.py                                # a real model, real data, 2 processes: no flags needed
     python train.py --train_type qlora --model_name meta-llama/Llama-2-70b-hf --batch_size 2 \\
         --context_length 512 --use_cpu_offload true --dataset my_data.jsonl        # two 24 GB cards
     torchrun --nproc-per-node 2 train.py ...       # or under a launcher of your own
 
-Sections: tables, configuration, runtime, quantised linears, loss, model, sharding, loading, step, run, main.
-Each uses only what stands above it. Beside it, in scripts/: flags, data, checkpoint (files), logs, lora,
-demo, generate.
+Read it top to bottom: tables, configuration, runtime, quantised linears, loss, model, sharding and loading,
+step, saving, training loop, main. Each section uses only what stands above it. What is beside the training
+path is in scripts/, by name: flags, data, checkpoint (files), quantize, adapters, lora, dora, loss, logs.
 """
 import contextlib
 import dataclasses
 import functools
 import gc
 import hashlib
+import importlib.util
 import json
 import logging
 import math
@@ -36,26 +36,40 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
-from scripts import adapters, checkpoint, data, logs  # noqa: E402
+from scripts import adapters, checkpoint, data, logs, loss  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
+from scripts.quantize import QUANTIZERS  # noqa: E402
 
 
 # ----------------------------------------------------------------------------------------------------- tables
 
 @dataclass(frozen=True)
 class TrainType:
-    base: str            # how the frozen linears are stored: "plain" or a key of QUANTIZERS
-    adapter: str | None  # a key of adapters.ADAPTERS
-    lr: float            # the learning rate when none is given
+    base: str                # how the frozen linears are stored: "plain" or a key of QUANTIZERS
+    adapter: str | None      # a key of adapters.ADAPTERS
+    new_blocks: bool = False  # train the blocks that scripts/block_expansion.py added, and nothing else
+
+    @property
+    def lr(self) -> float:
+        """The learning rate when none is given."""
+        return 2e-4 if self.adapter or self.new_blocks else 2e-5
 
 
 TRAIN_TYPES = {
-    "full": TrainType("plain", None, 2e-5),
-    "lora": TrainType("plain", "peft", 2e-4),
-    "custom_lora": TrainType("plain", "custom", 2e-4),
-    "qlora": TrainType("nf4", "peft", 2e-4),
-    "custom_qlora": TrainType("nf4", "custom", 2e-4),
+    "full": TrainType("plain", None),
+    "lora": TrainType("plain", "peft"),
+    "custom_lora": TrainType("plain", "custom"),
+    "qlora": TrainType("nf4", "peft"),
+    "custom_qlora": TrainType("nf4", "custom"),
+    "hqq_lora": TrainType("hqq", "custom"),
+    "dora": TrainType("plain", "dora"),
+    "bnb_dora": TrainType("nf4", "dora"),
+    "hqq_dora": TrainType("hqq", "dora"),
+    "llama_pro": TrainType("plain", None, new_blocks=True),
+    "bnb_llama_pro": TrainType("nf4", None, new_blocks=True),
+    "hqq_llama_pro": TrainType("hqq", None, new_blocks=True),
 }
+PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,11 @@ class Precision:
     reduce: torch.dtype | None = None    # FSDP reduces gradients in this
     autocast: torch.dtype | None = None
     scaler: bool = False                 # dynamic loss scaling, for fp16's narrow range
+
+    @property
+    def compute(self) -> torch.dtype:
+        """What matrix products are made in."""
+        return self.autocast or self.param or self.frozen
 
 
 # Buffers (RoPE's inv_freq) are fp32 in every mode: rounded to bf16 they are wrong by 0.15 at position 128.
@@ -144,6 +163,8 @@ class Config:
 
     train_type: str = option("qlora", "what is trained, over which base", tuple(TRAIN_TYPES))
     llama_pro_path: str | None = option(None, "folder of expanded Llama-Pro weights (llama_pro train types)")
+    n_bits: int | None = option(None, "bits of a weight under HQQ (hqq_*): 8, 4, 3 or 2; without it 4")
+    hqq_group_size: int = option(64, "weights that share a scale and a zero point under HQQ", low=8)
     lora_rank: int = option(16, "rank of the adapters", low=1)
     lora_alpha: float = option(32, "adapters are scaled by alpha / rank", above=0)
     lora_dropout: float = option(0.0, "dropout on the adapters' input", low=0)
@@ -192,6 +213,11 @@ class Config:
         return TRAIN_TYPES[self.train_type]
 
     @property
+    def weights(self) -> str | None:
+        """Where the model's weights are: its folder or hub id."""
+        return self.llama_pro_path if self.type.new_blocks else self.model_name
+
+    @property
     def numbers(self) -> Precision:
         return PRECISIONS[self.precision]
 
@@ -224,9 +250,26 @@ def check_combinations(config: Config) -> list[str]:
         problems.append(f"--lora_dropout {config.lora_dropout}: must be below 1")
     if config.master_port > 65535:
         problems.append(f"--master_port {config.master_port}: ports end at 65535")
-    if config.llama_pro_path is not None and "llama_pro" not in config.train_type:
-        problems.append(f"--llama_pro_path goes with a llama_pro train type, not with {config.train_type}")
     return problems
+
+
+def check_train_type(config: Config) -> list[str]:
+    """Problems between the train type and the flags that only some types use, and packages it needs but
+    lacks."""
+    if config.train_type not in TRAIN_TYPES:
+        return []
+    kind, name, problems = config.type, config.train_type, []
+    if kind.new_blocks and config.llama_pro_path is None:
+        problems.append(f"--train_type {name} needs --llama_pro_path, made by scripts/block_expansion.py")
+    if not kind.new_blocks and config.llama_pro_path is not None:
+        problems.append(f"--llama_pro_path goes with a llama_pro train type, not with {name}")
+    if kind.base != "hqq" and config.n_bits is not None:
+        problems.append(f"--n_bits goes with an hqq train type, not with {name}")
+    if config.n_bits not in (None, 8, 4, 3, 2):
+        problems.append(f"--n_bits {config.n_bits}: choose from 8, 4, 3, 2")
+    missing = [PACKAGES[part] for part in (kind.base, kind.adapter)
+               if part in PACKAGES and importlib.util.find_spec(PACKAGES[part]) is None]
+    return problems + [f"--train_type {name} needs the package {p}: pip install {p}" for p in missing]
 
 
 def parse(argv: list[str], accelerators: int = 0, surroundings: bool = True) -> Config:
@@ -235,9 +278,11 @@ def parse(argv: list[str], accelerators: int = 0, surroundings: bool = True) -> 
     checked for."""
     aliases = {"precision": PRECISION_ALIASES}
     config, problems = parse_flags(Config, argv, GROUPS, __doc__.split("\n")[0], aliases)
-    problems += check_combinations(config)
+    problems += check_combinations(config) + check_train_type(config)
     if surroundings:
-        problems += [*checkpoint.check_folder(config.model_name), *check_dataset(config.dataset),
+        problems += [*checkpoint.check_folder(config.model_name, "--model_name"),
+                     *checkpoint.check_folder(config.llama_pro_path, "--llama_pro_path"),
+                     *check_dataset(config.dataset),
                      *checkpoint.check_output(config.output_dir, config.overwrite_output_dir),
                      *check_world(config, accelerators)]
     if problems:
@@ -326,59 +371,6 @@ def make_mesh(config: Config, runtime: Runtime):
 
 # ------------------------------------------------------------------------------------------ quantised linears
 
-@functools.cache
-def _dynamic_map(device: torch.device) -> torch.Tensor:
-    from bitsandbytes.functional import create_dynamic_map
-    return create_dynamic_map().to(device)
-
-
-class NF4:
-    """4-bit NormalFloat with double quantisation (QLoRA, arXiv:2305.14314), bit for bit as bitsandbytes'
-    Linear4bit.
-
-    Every part has rows as its first dimension, so FSDP shards all of them, and every part is uint8, so no
-    mixed precision policy can round it: the floats of the second level are kept as their bytes.
-    """
-    block, block2, bits = 64, 256, 4 + 8 / 64 + 32 / (64 * 256)
-
-    @staticmethod
-    def shapes(rows: int, columns: int) -> dict[str, tuple[int, int]]:
-        """Whole (unsharded) shapes of the uint8 parts of a (rows, columns) weight."""
-        blocks = rows * columns // NF4.block
-        return dict(weight=(rows, columns // 2), absmax=(rows, columns // NF4.block),
-                    absmax2=(-(-blocks // NF4.block2), 4), offset=(1, 4))
-
-    @staticmethod
-    def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(r, c) rows -> packed (r, c/2) uint8 and absmax (r, c/64) fp32. Blocks lie inside rows: rows are
-        independent."""
-        ops, weight = torch.ops.bitsandbytes, weight.contiguous()
-        packed, absmax = ops.quantize_4bit(weight, NF4.block, "nf4", torch.uint8)
-        return packed.view(len(weight), -1), absmax.view(len(weight), -1)
-
-    @staticmethod
-    def quantize_statistics(absmax: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The second level, over the absmax of the whole weight: its mean, and 8-bit blocks of 256 across
-        rows."""
-        offset = absmax.flatten().mean()
-        codes, absmax2 = torch.ops.bitsandbytes.quantize_blockwise(
-            absmax.flatten() - offset, _dynamic_map(absmax.device), NF4.block2)
-        return dict(absmax=codes.view(absmax.shape), absmax2=absmax2.view(-1, 1).view(torch.uint8),
-                    offset=offset.view(1, 1).view(torch.uint8))
-
-    @staticmethod
-    def dequantize(parts: "FrozenQuantLinear", dtype: torch.dtype) -> torch.Tensor:
-        """Whole parts -> the (rows, columns) weight in `dtype`."""
-        ops, codes, table = torch.ops.bitsandbytes, parts.absmax.flatten(), _dynamic_map(parts.absmax.device)
-        shape = (parts.out_features, parts.in_features)
-        absmax2, offset = (part.view(torch.float32).flatten() for part in (parts.absmax2, parts.offset))
-        absmax = ops.dequantize_blockwise(codes, absmax2, table, NF4.block2, torch.float32)
-        return ops.dequantize_4bit(parts.weight, absmax + offset, NF4.block, "nf4", shape, dtype)
-
-
-QUANTIZERS = {"nf4": NF4}
-
-
 class _DequantLinear(torch.autograd.Function):
     """y = x W^T. Keeps the module, not the weight: backward dequantises again, after FSDP has gathered the
     parts again."""
@@ -409,7 +401,7 @@ class FrozenQuantLinear(nn.Linear):
         self.bias = linear.bias
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.quantizer.dequantize(self, dtype)
+        return self.quantizer.dequantize(self, (self.out_features, self.in_features), dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = _DequantLinear.apply(x, self)
@@ -418,54 +410,6 @@ class FrozenQuantLinear(nn.Linear):
 
 # ------------------------------------------------------------------------------------------------------- loss
 
-LOGITS_PER_CHUNK = 2**25  # elements of logits alive at a time: 128 MB in fp32
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum over tokens of -log softmax(head(hidden))[label], in fp32. The gradient of a chunk is taken while
-    its logits are there, so that no more than a chunk of logits exists at any time (the idea of Liger's fused
-    loss, in plain PyTorch)."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, transform):
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        leaves = [t if t is None else t.detach().to(dtype).requires_grad_(needed)
-                  for t, needed in zip((weight, bias), ctx.needs_input_grad[1:3])]
-        total, grad_hidden = hidden.new_zeros((), dtype=torch.float32), torch.zeros_like(hidden)
-        grads = [torch.zeros_like(t) if t is not None and t.requires_grad else None for t in leaves]
-        size = max(1, LOGITS_PER_CHUNK // weight.shape[0])
-        for low in range(0, len(hidden), size):
-            part = hidden[low:low + size].detach().requires_grad_(ctx.needs_input_grad[0])
-            with torch.enable_grad(), torch.autocast(kind, enabled=False):
-                logits = transform(F.linear(part.to(dtype), *leaves).float())
-                loss = F.cross_entropy(logits, labels[low:low + size], reduction="sum")
-            total += loss.detach()
-            wanted = [t for t in (part, *leaves) if t is not None and t.requires_grad]
-            found = iter(torch.autograd.grad(loss, wanted) if wanted else ())
-            if part.requires_grad:
-                grad_hidden[low:low + size] = next(found)
-            for grad in (g for g in grads if g is not None):
-                grad += next(found)
-        ctx.save_for_backward(grad_hidden, *(g if g is None else g.to(weight.dtype) for g in grads))
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        return *(None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors), None, None
-
-
-def logit_transform(config) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What some models do to logits: Gemma's soft cap, Cohere's and Granite's scales."""
-    cap = getattr(config, "final_logit_softcapping", None)
-    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-
-    def transform(logits):
-        logits = logits if scale == 1.0 else logits * scale
-        return logits if cap is None else cap * torch.tanh(logits / cap)
-    return transform
-
-
 def use_fused_loss(model: nn.Module) -> None:
     """model(input_ids, positions, labels) -> summed loss, with the head and the cross-entropy in one.
 
@@ -473,10 +417,10 @@ def use_fused_loss(model: nn.Module) -> None:
     value) reach the head. The head computes the loss inside its own forward: there FSDP has its weight
     gathered.
     """
-    head, transform = model.get_output_embeddings(), logit_transform(model.config)
+    head, transform = model.get_output_embeddings(), loss.logit_transform(model.config)
 
     def head_loss(self, hidden, labels):
-        return _ChunkedCrossEntropy.apply(hidden, self.weight, self.bias, labels, transform)
+        return loss.chunked_cross_entropy(hidden, self.weight, self.bias, labels, transform)
 
     def forward(self, input_ids, positions, labels):
         hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
@@ -511,21 +455,21 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
 
 
-def quantize_linears(blocks: nn.ModuleList, quantizer) -> None:
-    """Puts a FrozenQuantLinear in place of every linear of the blocks. Raises UserError where blocks would
-    straddle rows."""
-    refused = sorted({name for block in blocks for name, m in block.named_modules()
-                      if type(m) is nn.Linear and m.in_features % quantizer.block})
-    if refused:
-        raise UserError(f"cannot quantise {', '.join(refused)}: in_features must be a multiple of "
-                        f"{quantizer.block}; use --train_type lora")
+def quantize_linears(blocks: list[nn.Module], quantizer) -> None:
+    """Puts a FrozenQuantLinear in place of every linear of the blocks. Raises UserError, naming them, where
+    weights cannot be quantised."""
+    linears = {name: m for block in blocks for name, m in block.named_modules() if type(m) is nn.Linear}
+    problems = {name: quantizer.problem(m.out_features, m.in_features) for name, m in linears.items()}
+    if refused := {name: why for name, why in problems.items() if why}:
+        raise UserError(f"cannot quantise {', '.join(refused)}: {next(iter(refused.values()))}; a plain base "
+                        f"(--train_type lora) has no such limit")
     for block in blocks:
         for parent in list(block.modules()):
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear:
                     setattr(parent, name, FrozenQuantLinear(child, quantizer))
     plain = {name: p for name, p in blocks[0].named_parameters() if p.ndim > 1 and p.dtype != torch.uint8}
-    if sum(p.numel() for p in plain.values()) > 0.05 * quantized_elements(blocks[:1]):
+    if sum(p.numel() for p in plain.values()) > 0.05 * quantized_elements(blocks[0]):
         raise UserError(f"these weights of a block are no linears and would stay unquantised: "
                         f"{', '.join(plain)}; use --train_type lora")
 
@@ -616,16 +560,27 @@ def gather_rows(local: torch.Tensor, rows: int, mesh) -> torch.Tensor:
     return out[:rows]
 
 
-def put_quantized(slot: checkpoint.Slot, packed, absmax, mesh, gathered: bool) -> None:
-    """Fills the parts of a quantised linear. Its second level needs the absmax of all rows."""
-    rows = slot.module.out_features
-    absmax = absmax if gathered else gather_rows(absmax, rows, mesh)
-    parts = slot.module.quantizer.quantize_statistics(absmax)
-    low, high = local_rows(rows, mesh)
-    put(slot.module.weight, packed[low:high] if gathered else packed)
+def put_parts(module: FrozenQuantLinear, parts: dict[str, torch.Tensor], mesh) -> None:
+    """Whole parts -> this rank's rows of each."""
     for name, part in parts.items():
         low, high = local_rows(len(part), mesh)
-        put(getattr(slot.module, name), part[low:high])
+        put(getattr(module, name), part[low:high])
+
+
+def put_rows(module: FrozenQuantLinear, packed: torch.Tensor, absmax: torch.Tensor, mesh) -> None:
+    """Packed rows of this rank, and their statistics, whose second level is made of those of all rows."""
+    put(module.weight, packed)
+    absmax = gather_rows(absmax, module.out_features, mesh)
+    put_parts(module, module.quantizer.quantize_statistics(absmax), mesh)
+
+
+def put_broadcast(module: FrozenQuantLinear, parts: dict | None, owner: int, device, mesh) -> None:
+    """Whole parts on rank `owner` of the shard group (None elsewhere) -> each rank's rows."""
+    group = mesh["shard"].get_group()
+    for name, shape in module.quantizer.shapes(module.out_features, module.in_features).items():
+        part = parts[name] if parts else torch.empty(shape, dtype=torch.uint8, device=device)
+        dist.broadcast(part, dist.get_global_rank(group, owner), group=group)
+        put_parts(module, {name: part}, mesh)
 
 
 def prefetch(jobs, work: Callable, workers: int):
@@ -642,34 +597,68 @@ def prefetch(jobs, work: Callable, workers: int):
 
 @torch.no_grad()
 def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: Runtime, mesh) -> None:
-    """Reads, quantises and places this rank's rows, tensor by tensor: the peak above the shards is a few row
-    slices.
+    """Reads, quantises and places this rank's rows, tensor by tensor; little more than the shards is ever
+    held.
 
-    With low_memory off every rank reads and quantises whole tensors and keeps its rows: the same bits, more
-    of everything.
+    Three ways: plain and NF4 weights are read by rows; HQQ weights are quantised whole, by the ranks in turn;
+    with low_memory off every rank reads and quantises everything and keeps its rows: the same bits, more of
+    all else.
     """
     from tqdm import tqdm
+    size, me = mesh["shard"].size(), mesh["shard"].get_local_rank()
 
-    def read(item):
-        name, slot = item
-        low, high = local_rows(slot.shape[0], mesh) if config.low_memory else (0, slot.shape[0])
+    def by_rows(slot) -> bool:
+        return config.low_memory and (not slot.quantized or slot.module.quantizer.by_rows)
+
+    def read(job):
+        turn, name, slot = job
+        if config.low_memory and not by_rows(slot) and turn % size != me:
+            return None
+        low, high = local_rows(slot.shape[0], mesh) if by_rows(slot) else (0, slot.shape[0])
         rows = stored.rows(name, low, high).to(runtime.device)
-        return slot.module.quantizer.quantize(rows) if slot.quantized else rows
+        if not slot.quantized:
+            return rows
+        quantizer = slot.module.quantizer
+        return quantizer.quantize_rows(rows) if by_rows(slot) else quantizer.quantize(rows)
+
+    def place(turn, slot, value):
+        module, parameter = slot.module, getattr(slot.module, slot.attribute)
+        if not slot.quantized:
+            low, high = (0, None) if config.low_memory else local_rows(slot.shape[0], mesh)
+            put(parameter, value[low:high])
+        elif by_rows(slot):
+            put_rows(module, *value, mesh)
+        elif config.low_memory:
+            put_broadcast(module, value, turn % size, runtime.device, mesh)
+        else:
+            put_parts(module, value, mesh)
 
     files = list(dict.fromkeys(stored.file[name] for name in matched))
     for number, file in enumerate(files, 1):
-        items = [item for item in matched.items() if stored.file[item[0]] == file]
-        bar = tqdm(total=len(items), desc=f"loading {number}/{len(files)}", unit="tensor", leave=False,
+        jobs = [(turn, *item) for turn, item in enumerate(matched.items()) if stored.file[item[0]] == file]
+        bar = tqdm(total=len(jobs), desc=f"loading {number}/{len(files)}", unit="tensor", leave=False,
                    disable=not (runtime.main and sys.stderr.isatty()))
-        for (name, slot), value in prefetch(items, read, max(1, config.loading_workers)):
-            if slot.quantized:
-                put_quantized(slot, *value, mesh, gathered=not config.low_memory)
-            else:
-                low, high = local_rows(slot.shape[0], mesh)
-                put(getattr(slot.module, slot.attribute), value if config.low_memory else value[low:high])
+        ahead = max(1, config.loading_workers) if all(by_rows(slot) for *_, slot in jobs) else size + 1
+        for (turn, _, slot), value in prefetch(jobs, read, ahead):
+            place(turn, slot, value)
             bar.update()
         bar.close()
         stored.close(file)
+
+
+@torch.no_grad()
+def init_magnitudes(module: nn.Module, blocks: nn.ModuleList, mesh) -> None:
+    """DoRA's start: magnitudes are the row norms of the base's (dequantised) weights, gathered block by
+    block."""
+    for block in blocks:
+        layers = [m for m in block.modules() if hasattr(m, "lora_magnitude_vector")]
+        block.unshard()
+        squares = [layer.row_squares() for layer in layers]
+        block.reshard()
+        for layer, square in zip(layers, squares):
+            low, high = local_rows(len(square), mesh)
+            put(layer.base_squares, square[low:high].view(-1, 1).view(torch.uint8))
+            put(layer.lora_magnitude_vector, square[low:high].sqrt())
 
 
 @dataclass
@@ -684,40 +673,54 @@ class Model:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
 
+def allocate(module: nn.Module, home: torch.device, device: torch.device) -> None:
+    """Memory for this rank's shards, on `home`; buffers, which are never offloaded, go to `device`."""
+    map_parameters(module, lambda p: torch.empty_like(p, device=home))
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            owner._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def start_adapters(model: Model, blocks: nn.ModuleList, config: Config) -> None:
+    for name, parameter in model.trained().items() if config.type.adapter else ():
+        low, high = local_rows(len(parameter), model.mesh)
+        put(parameter, adapters.initial(name, parameter.shape, config.seed)[low:high])
+    if config.type.adapter == "dora":
+        init_magnitudes(model.module, blocks, model.mesh)
+
+
 def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows."""
-    module = empty_model(folder, config.numbers.frozen)
-    blocks, quantizer, targets = blocks_of(module), QUANTIZERS.get(config.type.base), []
-    facts = dict(architecture=module.config.model_type, blocks=len(blocks),
-                 parameters=sum(p.numel() for p in module.parameters()))
-    if quantizer:
-        quantize_linears(blocks, quantizer)
-    facts |= dict(quantized_parameters=quantized_elements(blocks), bits=quantizer and quantizer.bits)
+    module, kind = empty_model(folder, config.numbers.frozen), config.type
+    blocks, targets = blocks_of(module), []
+    new = checkpoint.new_blocks(folder) if kind.new_blocks else []
+    facts = dict(architecture=module.config.model_type, blocks=len(blocks), new_blocks=new,
+                 parameters=sum(p.numel() for p in module.parameters()), quantizer=None, bits=None)
+    if kind.base != "plain":
+        quantizer = QUANTIZERS[kind.base](config)
+        quantize_linears([block for number, block in enumerate(blocks) if number not in new], quantizer)
+        facts |= dict(quantizer=quantizer.recipe, bits=quantizer.bits)
     slots = checkpoint.find_slots(module)
-    module.requires_grad_(config.type.adapter is None)
-    if config.type.adapter:
+    module.requires_grad_(kind.adapter is None and not kind.new_blocks)
+    for number in new:
+        blocks[number].requires_grad_()
+    if kind.adapter:
         targets = adapters.find_targets(module, blocks, config.lora_target_modules)
-        adapters.ADAPTERS[config.type.adapter](module, config, targets)
-    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    facts |= dict(trained_parameters=trained, targets=targets)
+        adapters.ADAPTERS[kind.adapter](module, config, targets)
     stored = checkpoint.Checkpoint(folder)
     matched = stored.match(slots)
+    facts |= dict(quantized_parameters=quantized_elements(blocks), targets=targets,
+                  trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad))
     map_parameters(module, lambda p: p.to(config.numbers.trained) if p.requires_grad else p)
     use_fused_loss(module)
     if config.use_gradient_checkpointing:
         checkpoint_activations(module, blocks, config.reentrant_checkpointing)
     mesh = make_mesh(config, runtime)
     facts["units"] = shard(module, blocks, config, mesh)
-    home = torch.device("cpu") if config.use_cpu_offload else runtime.device
-    map_parameters(module, lambda p: torch.empty_like(p, device=home))
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            owner._buffers[name] = None if buffer is None else buffer.to(runtime.device)
+    allocate(module, torch.device("cpu") if config.use_cpu_offload else runtime.device, runtime.device)
     load(stored, matched, config, runtime, mesh)
     model = Model(module.train(), mesh, targets, facts | dict(bytes_read=stored.bytes_read))
-    for name, parameter in model.trained().items() if config.type.adapter else ():
-        low, high = local_rows(len(parameter), mesh)
-        put(parameter, adapters.initial(name, parameter.shape, config.seed)[low:high])
+    start_adapters(model, blocks, config)
     return model
 
 
@@ -805,9 +808,9 @@ def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[
         module.set_requires_gradient_sync(number == len(batches) or not config.no_sync)
         module.set_is_last_backward(number == len(batches))
         with training.scope():
-            loss = module(**batch)
-        scaler.scale(loss / tokens).backward()
-        total += loss.detach()
+            summed = module(**batch)
+        scaler.scale(summed / tokens).backward()
+        total += summed.detach()
     scaler.unscale_(training.optimizer)  # before clipping, or the threshold would be off by the loss scale
     norm = clip_gradients(training.model, config.grad_norm if config.apply_gradient_clipping else math.inf)
     scaler.step(training.optimizer)
@@ -820,22 +823,24 @@ def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[
 # ----------------------------------------------------------------------------------------------------- saving
 
 def save(model: Model, config: Config, source: Path, tokenizer, runtime: Runtime) -> None:
-    """A PEFT folder (adapter types) or a Hugging Face folder (full), with the tokenizer."""
+    """A PEFT folder (adapters), the new blocks (llama_pro types), or a Hugging Face folder (full); with the
+    tokenizer."""
     folder, adapter = Path(config.output_dir), bool(model.targets)
+    stem = "adapter_model" if adapter else "blocks" if config.type.new_blocks else "model"
     named = {adapters.saved_name(name) if adapter else name: p for name, p in model.trained().items()}
-    checkpoint.write_tensors(folder, "adapter_model" if adapter else "model", named, runtime.main)
+    checkpoint.write_tensors(folder, stem, named, runtime.main)
     if not runtime.main:
         return
     tokenizer.save_pretrained(folder)
     if adapter:
         base = config.model_name if checkpoint.is_hub_id(config.model_name or ".") else str(source.resolve())
         adapters.lora_config(config, sorted(model.targets), base).save_pretrained(folder)
-        return
-    hf = model.module.config
-    hf.use_cache, hf.dtype = True, config.numbers.trained
-    hf.save_pretrained(folder)
-    if (source / "generation_config.json").is_file():
-        shutil.copy(source / "generation_config.json", folder)
+    elif not config.type.new_blocks:
+        hf = model.module.config
+        hf.use_cache, hf.dtype = True, config.numbers.trained
+        hf.save_pretrained(folder)
+        if (source / "generation_config.json").is_file():
+            shutil.copy(source / "generation_config.json", folder)
 
 
 # ---------------------------------------------------------------------------------------------- training loop
@@ -873,9 +878,9 @@ def train(training: Training, samples: list, pad: int, total: int, metrics: logs
             batches, counts = zip(*(to_device(batch, runtime.device) for batch in collated))
             supervised = int(runtime.gather(sum(counts)).sum())
             step, lr = step + 1, training.schedule.get_last_lr()[0]
-            loss, norm = train_step(training, batches, max(1, supervised))
+            summed, norm = train_step(training, batches, max(1, supervised))
             tokens = sum(len(samples[i].ids) for micro in window for i in micro)
-            metrics.record(loss, norm, tokens, supervised, step=step, epoch=epoch, lr=lr)
+            metrics.record(summed, norm, tokens, supervised, step=step, epoch=epoch, lr=lr)
 
 
 def open_output(config: Config) -> None:
@@ -892,7 +897,7 @@ def find_model(config: Config, runtime: Runtime) -> Path:
     there."""
     if runtime.local_rank:
         dist.barrier()
-    folder = checkpoint.find_folder(config.model_name)
+    folder = checkpoint.find_folder(config.weights)
     if not runtime.local_rank:
         dist.barrier()
     return folder
@@ -903,7 +908,7 @@ def describe(config: Config, runtime: Runtime, folder: Path, samples: list, coun
     seen = hashlib.sha256(repr(samples).encode()).hexdigest()[:16]
     return dict(config=dataclasses.asdict(config), world_size=runtime.world, device=runtime.device.type,
                 versions=logs.versions(), git_commit=logs.git_commit(),
-                model=dict(folder=str(folder), fingerprint=checkpoint.fingerprint(folder), **facts),
+                model=dict(folder=str(folder.resolve()), fingerprint=checkpoint.fingerprint(folder), **facts),
                 data=dict(fingerprint=seen, **counts._asdict()))
 
 
@@ -999,8 +1004,8 @@ def main(argv: list[str]) -> int:
             work(argv)
             return 0
         config = parse(argv, accelerator_count())
-        if config.model_name is None or checkpoint.is_hub_id(config.model_name):
-            checkpoint.find_folder(config.model_name)  # once, before there are several processes
+        if config.weights is None or checkpoint.is_hub_id(config.weights):
+            checkpoint.find_folder(config.weights)  # once, before there are several processes
             os.environ["HF_HUB_OFFLINE"] = "1"
     except UserError as error:
         print(f"train.py: error: {error}", file=sys.stderr)

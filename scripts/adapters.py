@@ -33,7 +33,8 @@ def lora_config(config, targets: list[str], base: str | None = None):
     """PEFT's description of the adapter: what it is attached with, and what is saved beside its weights."""
     from peft import LoraConfig
     return LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
-                      target_modules=targets, task_type="CAUSAL_LM", base_model_name_or_path=base)
+                      use_dora=config.type.adapter == "dora", target_modules=targets, task_type="CAUSAL_LM",
+                      base_model_name_or_path=base)
 
 
 def attach_peft(model: nn.Module, config, targets: list[str]) -> None:
@@ -41,16 +42,25 @@ def attach_peft(model: nn.Module, config, targets: list[str]) -> None:
     inject_adapter_in_model(lora_config(config, targets), model, low_cpu_mem_usage=True)
 
 
-def attach_custom(model: nn.Module, config, targets: list[str]) -> None:
-    from scripts.lora import LoRALinear
+def wrap(model: nn.Module, config, targets: list[str], kind: type) -> None:
+    """Puts a `kind` around every linear whose name ends in one of `targets`."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if name in targets and isinstance(child, nn.Linear):
-                wrapped = LoRALinear(child, config.lora_rank, config.lora_alpha, config.lora_dropout)
-                setattr(parent, name, wrapped)
+                setattr(parent, name, kind(child, config.lora_rank, config.lora_alpha, config.lora_dropout))
 
 
-ADAPTERS = {"peft": attach_peft, "custom": attach_custom}
+def attach_custom(model: nn.Module, config, targets: list[str]) -> None:
+    from scripts.lora import LoRALinear
+    wrap(model, config, targets, LoRALinear)
+
+
+def attach_dora(model: nn.Module, config, targets: list[str]) -> None:
+    from scripts.dora import DoRALinear
+    wrap(model, config, targets, DoRALinear)
+
+
+ADAPTERS = {"peft": attach_peft, "custom": attach_custom, "dora": attach_dora}
 
 
 def plain_name(name: str) -> str:

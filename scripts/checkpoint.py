@@ -1,14 +1,27 @@
 """Models on disk: finding the folder, checking it, reading single rows of its tensors, writing tensors."""
+import contextlib
 import hashlib
 import json
+import math
+import re
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Callable, Iterator, NamedTuple
 
 from scripts.flags import UserError
 
 INDEX = "model.safetensors.index.json"
-SAVED_FILE_BYTES = 2 * 2**30  # a model is written in files of this size: no more of it is held at once
+SAVED_FILE_BYTES = 2 * 2**30  # a model is written in files of at most this size
+# torch's names of dtypes -> safetensors' names and bytes per element.
+STORED = {"float64": ("F64", 8), "int64": ("I64", 8), "float32": ("F32", 4), "int32": ("I32", 4),
+          "float16": ("F16", 2), "bfloat16": ("BF16", 2), "int16": ("I16", 2), "int8": ("I8", 1),
+          "uint8": ("U8", 1), "bool": ("BOOL", 1)}
+# What a model folder has beside weights and config.json.
+COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+              "*.model", "*.tiktoken", "chat_template*", "*.jinja", "additional_chat_templates",
+              "generation_config.json", "*processor_config.json", "*.py")
 
 
 def is_hub_id(name: str) -> bool:
@@ -17,34 +30,36 @@ def is_hub_id(name: str) -> bool:
     return not Path(name).exists() and name.count("/") <= 1 and not name.startswith((".", "/", "~"))
 
 
-def weight_files(folder: Path) -> list[str]:
-    """Names of a model folder's safetensors files. Raises UserError for an index that is no such thing."""
-    if not (folder / INDEX).is_file():
-        return ["model.safetensors"]
+def weight_files(folder: Path, stem: str = "model") -> list[str]:
+    """Names of a folder's safetensors files: `stem`.safetensors, or those of its index. Raises UserError for
+    an index that is no such thing."""
+    index = folder / f"{stem}.safetensors.index.json"
+    if not index.is_file():
+        return [f"{stem}.safetensors"]
     try:
-        return sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / INDEX}: not a safetensors index ({error!r})") from error
+        raise UserError(f"{index}: not a safetensors index ({error!r})") from error
 
 
-def check_folder(name: str | None) -> list[str]:
+def check_folder(name: str | None, flag: str = "--model_name") -> list[str]:
     """Problems of a local model folder, from its file names alone. A hub id is looked up later."""
     if name is None or is_hub_id(name):
         return []
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        return [f"--model_name {name}: no such folder"]
+        return [f"{flag} {name}: no such folder"]
     if not (folder / "config.json").is_file():
-        return [f"--model_name {name}: no config.json in it, so this is no Hugging Face model folder"]
+        return [f"{flag} {name}: no config.json in it, so this is no Hugging Face model folder"]
     if not (folder / INDEX).is_file() and not (folder / "model.safetensors").is_file():
         if any(folder.glob("*.bin")):
-            return [f"--model_name {name}: only .bin weights, and pickles are not read; use safetensors"]
-        return [f"--model_name {name}: neither model.safetensors nor {INDEX} in it"]
+            return [f"{flag} {name}: only .bin weights, and pickles are not read; use safetensors"]
+        return [f"{flag} {name}: neither model.safetensors nor {INDEX} in it"]
     try:
         missing = [file for file in weight_files(folder) if not (folder / file).is_file()]
     except UserError as error:
-        return [f"--model_name {error}"]
-    return [f"--model_name {name}: {file} is missing, though {INDEX} names it" for file in missing]
+        return [f"{flag} {error}"]
+    return [f"{flag} {name}: {file} is missing, though {INDEX} names it" for file in missing]
 
 
 def check_output(name: str, overwrite: bool) -> list[str]:
@@ -92,6 +107,57 @@ def fingerprint(folder: Path) -> str:
     return hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]
 
 
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises UserError, with the file's name, where there is none."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return content
+
+
+def open_model(name: str, flag: str) -> tuple[Path, "Checkpoint", dict]:
+    """Folder, tensors and config.json of a model that `flag` names. Raises UserError where files are missing
+    or unreadable, and for weights that are quantised already."""
+    if problems := check_folder(name, flag):
+        raise UserError(problems[0])
+    try:
+        folder = find_folder(name)
+    except UserError as error:
+        raise UserError(str(error).replace("--model_name", flag, 1)) from error
+    stored, config = Checkpoint(folder), read_json(folder / "config.json")
+    if stored.unreadable:
+        raise UserError(f"{flag} {name}: " + "; ".join(stored.unreadable))
+    if config.get("quantization_config"):
+        raise UserError(f"{flag} {name}: its weights are quantised already; use the model they came from")
+    return folder, stored, config
+
+
+def new_positions(layers: int, count: int) -> list[int]:
+    """Indices, in the expanded model, of `count` blocks added to `layers`: one after every group of
+    layers // count. 32 and 3 give 10, 21, 32."""
+    group = layers // count
+    return [k * group + k - 1 for k in range(1, count + 1)]
+
+
+def new_blocks(folder: Path) -> list[int]:
+    """Indices of the blocks that block expansion added to a model: from llama_pro.json, or from a folder name
+    that ends in blk_exp-OLD-NEW, two layer counts. Raises UserError where neither says so."""
+    if (folder / "llama_pro.json").is_file():
+        found = read_json(folder / "llama_pro.json").get("new_blocks")
+        if not isinstance(found, list) or not found or not all(type(index) is int for index in found):
+            raise UserError(f"{folder / 'llama_pro.json'}: new_blocks is no list of block numbers")
+        return found
+    named = re.search(r"blk_exp-(\d+)-(\d+)$", folder.absolute().name)
+    old, new = map(int, named.groups()) if named else (0, 0)
+    if not 0 < old < new <= 2 * old:
+        raise UserError(f"{folder}: no expanded model: it has no llama_pro.json, and its name does not end "
+                        "in blk_exp-OLD-NEW; scripts/block_expansion.py makes one")
+    return new_positions(old, new - old)
+
+
 @dataclass
 class Slot:
     """A tensor of the checkpoint and the place in the model it goes to."""
@@ -124,17 +190,20 @@ def find_slots(model) -> list[Slot]:
 class Checkpoint:
     """The tensors of a folder of safetensors, by name. Reads no more than the rows that are asked for."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, stem: str = "model"):
         self.folder, self.bytes_read = folder, 0
         self.file: dict[str, str] = {}
         self.shape: dict[str, tuple[int, ...]] = {}
-        self.problems: list[str] = []  # for people, one line each
+        self.dtype: dict[str, str] = {}  # as torch names them, where it has a name
+        self.unreadable: list[str] = []  # files, for people, one line each
+        self.problems: list[str] = []  # these, and tensors that are no plain weights
         self.handles: dict = {}
-        for file in weight_files(folder):
+        for file in weight_files(folder, stem):
             try:
                 self._read_header(file)
             except Exception as error:  # safetensors raises a type of its own, missing files OSError
-                self.problems.append(f"{file}: cannot be read ({error})")
+                self.unreadable.append(f"{file}: cannot be read ({error})")
+        self.problems += self.unreadable
 
     def _handle(self, file: str):
         from safetensors import safe_open
@@ -143,10 +212,11 @@ class Checkpoint:
         return self.handles[file]
 
     def _read_header(self, file: str) -> None:
-        handle = self._handle(file)
+        handle, names = self._handle(file), {stored: name for name, (stored, _) in STORED.items()}
         for name in handle.keys():
             part = handle.get_slice(name)
             self.file[name], self.shape[name], dtype = file, tuple(part.get_shape()), part.get_dtype()
+            self.dtype[name] = names.get(dtype, dtype)
             if dtype not in ("F64", "F32", "F16", "BF16"):
                 self.problems.append(f"{name}: stored as {dtype}; only floating-point weights are read")
 
@@ -158,6 +228,10 @@ class Checkpoint:
         found = self._handle(self.file[name]).get_slice(name)[low:high]
         self.bytes_read += found.numel() * found.element_size()
         return found
+
+    def tensor(self, name: str):
+        """A whole tensor, in the checkpoint's dtype."""
+        return self._handle(self.file[name]).get_tensor(name)
 
     def match(self, slots: list[Slot]) -> dict[str, Slot]:
         """Name -> slot, file by file. Raises UserError naming all that is missing, unexpected, misshapen,
@@ -204,27 +278,142 @@ def split_by_size(sizes: dict[str, int]) -> list[list[str]]:
     return files
 
 
+class Entry(NamedTuple):
+    """A tensor to write: its dtype as torch names it, its shape, and a callable that gives it in its turn."""
+    dtype: str
+    shape: tuple[int, ...]
+    make: Callable
+
+    @property
+    def bytes(self) -> int:
+        return STORED[self.dtype][1] * math.prod(self.shape)
+
+
+def header(entries: dict[str, Entry]) -> bytes:
+    """The first bytes of a safetensors file: the length of what follows (8 bytes, little-endian), then names,
+    dtypes, shapes and offsets as JSON, padded with spaces to a multiple of 8."""
+    content, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, entry in entries.items():
+        start, end = end, end + entry.bytes
+        content[name] = dict(dtype=STORED[entry.dtype][0], shape=entry.shape, data_offsets=(start, end))
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def made_bytes(name: str, entry: Entry):
+    """Makes a tensor and gives its memory. Raises ValueError if it is not what the header says."""
+    import torch
+    tensor = entry.make().detach().cpu().contiguous()
+    if (str(tensor.dtype), tuple(tensor.shape)) != (f"torch.{entry.dtype}", tuple(entry.shape)):
+        raise ValueError(f"{name}: is {tensor.dtype} {tuple(tensor.shape)}, announced as {entry.dtype} "
+                         f"{tuple(entry.shape)}")
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def write_part(path: Path, entries: dict[str, Entry], main: bool = True, advance=lambda: None) -> None:
+    """Writes PATH.part, a safetensors file, tensor by tensor: one is made, written and dropped before the
+    next. Larger dtypes come first, so that each tensor lies aligned. Calls `advance` after each.
+
+    Where `main` is false the tensors are made, since that may be collective, but nothing is written. On an
+    error the part is removed. Raises UserError for a dtype that is not in STORED.
+    """
+    if unknown := [f"{name}: {entry.dtype}" for name, entry in entries.items() if entry.dtype not in STORED]:
+        raise UserError(f"no plain weights: {', '.join(unknown[:8])}")
+    entries = dict(sorted(entries.items(), key=lambda item: -STORED[item[1].dtype][1]))
+    part = path.with_name(path.name + ".part")
+    if not main:
+        for entry in entries.values():
+            entry.make()
+        return
+    try:
+        with part.open("wb") as file:
+            file.write(header(entries))
+            for name, entry in entries.items():
+                file.write(made_bytes(name, entry))
+                advance()
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write_index(folder: Path, stem: str, files: dict[str, dict[str, Entry]]) -> None:
+    """The index of several files, and none for one."""
+    if len(files) > 1:
+        where = {name: file for file, entries in files.items() for name in entries}
+        size = sum(entry.bytes for entries in files.values() for entry in entries.values())
+        write_json(folder / f"{stem}.safetensors.index.json",
+                   dict(metadata=dict(total_size=size), weight_map=where))
+
+
 def write_tensors(folder: Path, stem: str, parameters: dict, main: bool) -> None:
     """Writes {name: sharded parameter} as safetensors, with an index where there are several files.
 
-    Every rank calls this (gathering is collective); only the `main` one holds and writes, one file's tensors
+    Every rank calls this (gathering is collective); only the `main` one writes, and it holds one whole tensor
     at a time. Files appear under their names only when all of them are complete.
     """
-    from safetensors.torch import save_file
-    sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
-    runs, where = split_by_size(sizes), {}
-    for number, names in enumerate(runs, 1):
-        part = "" if len(runs) == 1 else f"-{number:05}-of-{len(runs):05}"
-        file = f"{stem}{part}.safetensors"
-        tensors = {}
-        for name in names:
-            whole = parameters[name].detach().full_tensor()
-            if main:
-                tensors[name], where[name] = whole.cpu().contiguous(), file
-        if main:
-            save_file(tensors, folder / f"{file}.part", metadata={"format": "pt"})
-    for file in dict.fromkeys(where.values()):
-        (folder / f"{file}.part").replace(folder / file)
-    if main and len(runs) > 1:
-        index = dict(metadata=dict(total_size=sum(sizes.values())), weight_map=where)
-        write_json(folder / f"{stem}.safetensors.index.json", index)
+    entries = {name: Entry(str(p.dtype).removeprefix("torch."), tuple(p.shape),
+                           lambda p=p: p.detach().full_tensor()) for name, p in parameters.items()}
+    runs = split_by_size({name: entry.bytes for name, entry in entries.items()})
+    parts = [""] if len(runs) == 1 else [f"-{n:05}-of-{len(runs):05}" for n in range(1, len(runs) + 1)]
+    files = {f"{stem}{part}.safetensors": {name: entries[name] for name in names}
+             for part, names in zip(parts, runs)}
+    for file, chosen in files.items():
+        write_part(folder / file, chosen, main)
+    if main:
+        for file in files:
+            (folder / f"{file}.part").replace(folder / file)
+        write_index(folder, stem, files)
+
+
+def write_model(folder: Path, files: dict[str, dict[str, Entry]]) -> None:
+    """The weights of a model folder, under a progress bar on a terminal; a single file takes the usual name.
+    Not collective."""
+    from tqdm import tqdm
+    if len(files) == 1:
+        files = {"model.safetensors": next(iter(files.values()))}
+    with tqdm(total=sum(map(len, files.values())), unit="tensor", desc="writing", leave=False,
+              disable=None) as bar:
+        for file, entries in files.items():
+            write_part(folder / file, entries, advance=bar.update)
+            (folder / f"{file}.part").replace(folder / file)
+    write_index(folder, "model", files)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Tokenizer, chat templates, generation configuration and code of a model; what is there stays."""
+    for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern)}):
+        if (folder / path.name).exists():
+            continue
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name)
+        else:
+            shutil.copyfile(path, folder / path.name)
+
+
+def check_new_folder(name: str) -> Path:
+    """The folder that --output_dir names. Raises UserError if it is not empty or cannot be written."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"--output_dir {name}: not empty; choose another")
+    if problems := check_output(name, overwrite=True):
+        raise UserError(problems[0])
+    return folder
+
+
+@contextlib.contextmanager
+def staged(name: str) -> Iterator[Path]:
+    """A folder to fill inside the new folder `name`. Its files move up at the end, config.json as the last;
+    after an error nothing of it is left."""
+    folder = check_new_folder(name)
+    existed = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    stage = Path(tempfile.mkdtemp(prefix=".qshard-", dir=folder))
+    try:
+        yield stage
+        for path in sorted(stage.iterdir(), key=lambda path: path.name == "config.json"):
+            path.replace(folder / path.name)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+        if not existed and not any(folder.iterdir()):
+            folder.rmdir()

@@ -1,39 +1,110 @@
-"""Training data: from a name or a path to rows, token ids, loss masks and batches.
+"""Training data: from a name or a path to samples, and a look at what will be trained on.
 
-rows (alpaca dicts) --render--> prompt, response --tokenize--> Sample(ids, labels) --steps--> which when
---collate--> tensors. Whatever a user can get wrong raises `DataError`, whose message names the place and
-the remedy.
+    python scripts/data.py --dataset data.jsonl --model_name MODEL      # counts, lengths, marked samples
+
+sources (here) --> rows --formats.py--> texts and what to supervise --tokens.py--> samples
+--packing.py--> order, steps, tensors. `prepare` is the one entry; whatever a user can get wrong raises
+`DataError`, whose message names the place and the remedy.
 """
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import logging
-import random
+import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
-IGNORE = -100  # label of a token that is not supervised: what torch's cross-entropy ignores by default
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+from scripts import packing, tokens
+from scripts.flags import to_bool
+from scripts.formats import EXTENSIONS, FORMATS, READERS, DataError, Renderer, check, extension  # noqa: F401
+from scripts.formats import numbered, read, render  # noqa: F401
+from scripts.packing import collate, collate_packed, pad_id, plan, steps, steps_per_epoch  # noqa: F401
+from scripts.tokens import IGNORE, Counts, Sample, Samples, prompt_ids, tokenize  # noqa: F401
+
+# ---------------------------------------------------------------------------------------------- the one entry
+
+def prepare(config, tokenizer, dataset: str | None = None) -> tuple[Samples, Counts]:
+    """The samples of `config.dataset` (or of `dataset`, then without the limit --dataset_samples).
+
+    Tokens are kept on disk per source, so only the first start with the same rows and settings makes them.
+    Raises DataError for anything wrong with names, files, rows and tokenizer, and if nothing is left.
+    """
+    tokens.check_tokenizer(tokenizer)
+    sources = parse_sources(config.dataset if dataset is None else dataset)
+    limit = _checked_limit(config.dataset_samples) if dataset is None else None
+    tables = [_table(source.name, config, tokenizer, limit) for source in sources]
+    samples = Samples(tables, _weighted([len(table.cut) for table in tables], sources, config.seed))
+    if not len(samples):
+        raise tokens.nothing_left(samples.counts(), config.context_length)
+    return samples, samples.counts()
 
 
-class DataError(ValueError):
-    """Something the user can put right; the message is one sentence for them."""
+def _table(name: str, config, tokenizer, limit: int | None) -> tokens.Table:
+    """The tokens of one source: those on disk, or new ones."""
+    if name == "alpaca_sample" and limit is None:
+        limit = ALPACA_SAMPLE
+    rows = open_source(name)
+    settings = dict(dataset_format=config.dataset_format, columns=config.dataset_columns,
+                    chat_template=config.chat_template, train_on=config.train_on)
+    fitting = dict(context_length=config.context_length, truncation=config.truncation,
+                   skip_bad_rows=config.skip_bad_rows)
+
+    def make() -> tokens.Table:
+        renderer = Renderer(tokenizer, **settings)
+        table = tokens.build(islice(rows.each(), limit), renderer, tokenizer, **fitting)
+        if not len(table.cut) + table.facts["dropped"]:
+            raise DataError(f"{name} is empty; it needs at least one row")
+        return table
+    return tokens.cached(tokens.cache_key(tokenizer, rows=rows.key, limit=limit, **settings, **fitting), make)
 
 
-# ---------------------------------------------------------------------------------------- sources and formats
+def _weighted(sizes: list[int], sources: list[Source], seed: int) -> list[np.ndarray]:
+    """The rows taken of each source: all of that with the largest weight, of the others their share."""
+    largest, chosen = max(source.weight for source in sources), []
+    for number, (size, source) in enumerate(zip(sizes, sources)):
+        take = round(size * source.weight / largest)
+        chosen.append(np.array(sorted(packing.permutation(size, seed, -1 - number)[:take]), np.int64))
+    return chosen
+
+
+def _checked_limit(samples: int | None) -> int | None:
+    if samples is not None and samples < 1:
+        raise DataError(f"the number of samples is {samples}; it must be at least 1")
+    return samples
+
 
 def load(dataset: str, samples: int | None = None) -> list[dict]:
-    """The first `samples` rows (None: all) of a built-in set or of a file, as alpaca dicts.
+    """The first `samples` rows (None: all) of a source in alpaca form, as dicts, for generation.
 
     Raises DataError for an unknown name, a missing, empty or malformed file, and a bad row.
     """
-    if samples is not None and samples < 1:
-        raise DataError(f"the number of samples is {samples}; it must be at least 1")
-    source = SOURCES.get(dataset)
-    return (source() if source else _read(Path(dataset).expanduser()))[:samples]
+    limit, rows = _checked_limit(samples), []
+    for place, row in islice(open_source(dataset).each(), limit):
+        try:
+            if isinstance(row, DataError):
+                raise row
+            rows.append(check(row, "alpaca"))
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from None
+    if not rows:
+        raise DataError(f"{dataset} is empty; it needs at least one row")
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------- sources
+
+ALPACA_SAMPLE = 512  # rows of alpaca_sample where --dataset_samples says nothing
 
 
 def _demo() -> list[dict]:
@@ -48,227 +119,121 @@ def _dummy() -> list[dict]:
             for i in range(256)]
 
 
-SOURCES: dict[str, Callable[[], list[dict]]] = {"demo": _demo, "dummy": _dummy}
+SOURCES: dict[str, Callable[[], list[dict]] | str] = {
+    "demo": _demo,
+    "dummy": _dummy,
+    "alpaca": "yahma/alpaca-cleaned:train",
+    "alpaca_sample": "yahma/alpaca-cleaned:train",
+    "guanaco": "timdettmers/openassistant-guanaco:train",
+    "sql": "knowrohit07/know_sql:validation",  # the only split it has
+    "orca_math": "microsoft/orca-math-word-problems-200k:train",
+}
 
 
-def _read(path: Path) -> list[dict]:
-    """The checked rows of a file, by the reader that its extension names."""
-    reader = FORMATS.get(path.suffix.lower())
-    if not path.is_file():
-        raise DataError(_not_found(path))
-    if reader is None:
-        raise DataError(f"{path} has an unknown extension; convert it to {' or '.join(FORMATS)}")
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # drops the mark that Windows editors put in front
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    rows = [_checked(row, f"{path}, {place}") for place, row in reader(path, text)]
-    if not rows:
-        raise DataError(f"{path} is empty; it needs at least one row")
-    return rows
+class Source(NamedTuple):
+    name: str
+    weight: float
+
+
+class Rows(NamedTuple):
+    """The rows of a source. `each` yields (place, row), the row being a DataError where it cannot be read."""
+    key: str  # another one when the content is another
+    each: Callable[[], Iterator[tuple[str, object]]]
+
+
+def parse_sources(text: str) -> list[Source]:
+    """The sources of "a.jsonl=0.7,b.jsonl=0.3", each of which exists as far as can be told from here.
+
+    Weights say how much of each is taken, relative to the largest: here all of a and 3/7 of b.
+    """
+    parts = [text] if text in SOURCES or Path(text).exists() else [part.strip() for part in text.split(",")]
+    sources = []
+    for part in parts:
+        found = None if part in SOURCES or Path(part).exists() else re.fullmatch(r"(.+)=([^=/]*)", part)
+        name, weight = (found[1], found[2]) if found else (part, "1")
+        try:
+            sources.append(Source(name, float(weight)))
+        except ValueError:
+            raise DataError(f"dataset {part!r}: the weight {weight!r} is not a number") from None
+        if not 0 < sources[-1].weight < float("inf"):
+            raise DataError(f"dataset {part!r}: a weight must be above 0")
+        _kind(name)
+    return sources
+
+
+def _kind(name: str) -> str:
+    """"built in", "file", "folder" or "hub"; DataError for what is none of them."""
+    spec = SOURCES.get(name, name)
+    if not isinstance(spec, str):
+        return "built in"
+    path, (base, _, _) = Path(spec).expanduser(), _parts(spec)
+    if path.is_file():
+        if extension(path) not in READERS:
+            raise DataError(f"{path} has an unknown extension; convert it to {EXTENSIONS}")
+        if not path.stat().st_size:
+            raise DataError(f"{path} is empty; it needs at least one row")
+        return "file"
+    if base and Path(base).expanduser().is_dir():
+        saved = Path(base).expanduser()
+        if not any((saved / file).is_file() for file in ("state.json", "dataset_dict.json")):
+            raise DataError(f"{base} is neither a file nor a folder that `datasets` saved; "
+                            "name one file in it")
+        return "folder"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and extension(Path(base)) not in READERS:
+        return "hub"
+    raise DataError(_not_found(path))
+
+
+def _parts(spec: str) -> tuple[str, str | None, str | None]:
+    """(id or folder, split, revision) of "id:split@revision"."""
+    found = re.fullmatch(r"([^:@]*)(?::([^@]+))?(?:@(.+))?", spec)
+    return found.groups() if found else ("", None, None)
 
 
 def _not_found(path: Path) -> str:
-    known = [*SOURCES, *(str(path.parent / file.name) for file in path.parent.glob("*.json*"))]
+    known = [*SOURCES, *(str(path.parent / file.name) for file in path.parent.glob("*")
+                         if extension(file) in READERS)]
     close = difflib.get_close_matches(str(path), known, n=1)
     meant = f"; did you mean {close[0]}?" if close else ""
-    return (f"dataset {str(path)!r} is neither a file nor a built-in set ({', '.join(SOURCES)}); "
-            f"files end in {' or '.join(FORMATS)}{meant}")
+    return (f"dataset {str(path)!r} is neither a file nor a built-in set ({', '.join(SOURCES)}), nor a hub "
+            f"dataset (owner/name); files end in {EXTENSIONS}{meant}")
 
 
-def _json(path: Path, text: str) -> Iterator[tuple[str, object]]:
-    """("row N", value) for each element of a JSON list."""
-    if not text.strip():
-        return
+def open_source(name: str) -> Rows:
+    """The rows of one source, none of them read yet."""
+    kind, spec = _kind(name), SOURCES.get(name, name)
+    if kind == "built in":
+        rows = spec()
+        return Rows(json.dumps(rows), lambda: numbered([rows], f"{name}, "))
+    if kind != "file":
+        return _arrow(spec, kind)
+    path = Path(spec).expanduser()
+    with path.open("rb") as file:
+        return Rows(f"{path.suffixes} {hashlib.file_digest(file, 'sha256').hexdigest()}", lambda: read(path))
+
+
+def _arrow(spec: str, kind: str) -> Rows:
+    """A folder saved by `datasets`, or a dataset of the hub; the rows stay in files."""
+    import datasets
+    base, split, revision = _parts(spec)
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        hint = "; if it has one object per line, name it .jsonl" if error.msg == "Extra data" else ""
-        raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}){hint}") from None
-    if not isinstance(rows, list):
-        raise DataError(f"{path} holds one {type(rows).__name__}; "
-                        "it must be a list of objects: [{...}, {...}]")
-    yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
-
-
-def _jsonl(path: Path, text: str) -> Iterator[tuple[str, object]]:
-    """("line N", value) for each line that is not blank."""
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines() also cuts inside strings
-        if not line.strip():
-            continue
-        try:
-            yield f"line {number}", json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not valid JSON ({error.msg}); "
-                            "each line must be one object") from None
-
-
-FORMATS: dict[str, Callable[[Path, str], Iterator[tuple[str, object]]]] = {".json": _json, ".jsonl": _jsonl}
-
-
-def _checked(row: object, place: str) -> dict:
-    """`row` if it is an alpaca object of strings; an absent or null "input" is fine."""
-    if not isinstance(row, dict):
-        raise DataError(f'{place}: a row must be an object with "instruction" and "output", '
-                        f'not {type(row).__name__}')
-    for key in ("instruction", "output"):
-        if key not in row:
-            raise DataError(f'{place}: "{key}" is missing; the row has {", ".join(row) or "no fields"}')
-    for key in ("instruction", "input", "output"):
-        value = row.get(key, "")
-        if not isinstance(value, str) and not (key == "input" and value is None):
-            raise DataError(f'{place}: "{key}" must be a string, not {type(value).__name__}')
-    return row
-
-
-# ---------------------------------------------------------------------------------------------------- prompts
-
-# Neither may end in a space: " x" is usually one token, so a prompt that keeps the space for itself ends in a
-# token that the model never saw before an answer.
-PROMPT = (
-    "Below is an instruction that describes a task. "
-    "Write a response that appropriately completes the request."
-    "\n\n### Instruction:\n{instruction}\n\n### Response:\n")
-PROMPT_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request."
-    "\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n")
-
-
-def render(example: dict) -> tuple[str, str]:
-    """(prompt, response) of one alpaca row; the text to train on is their concatenation."""
-    template = PROMPT_WITH_INPUT if example.get("input") else PROMPT
-    return template.format_map(example), example["output"]
-
-
-# ------------------------------------------------------------------------------------------- tokens and masks
-
-class Sample(NamedTuple):
-    """One text. `labels[t]` is `ids[t]` where the token is supervised, else -100; not yet shifted."""
-    ids: list[int]
-    labels: list[int]
-
-
-class Counts(NamedTuple):
-    """What became of the rows: kept (some of them truncated) or dropped, and the tokens that were kept."""
-    kept: int
-    truncated: int
-    dropped: int
-    supervised_tokens: int
-    total_tokens: int
-
-
-def tokenize(rows: list[dict], tokenizer, context_length: int) -> tuple[list[Sample], Counts]:
-    """Samples of at most `context_length` tokens, cut on the right, with the response and one EOS supervised.
-
-    A sample whose response is cut away altogether is dropped. Raises DataError if none is left, and for a
-    tokenizer that has no offsets or no EOS.
-    """
-    _check_tokenizer(tokenizer)
-    samples, truncated = [], 0
-    for start in range(0, len(rows), 1024):  # in pieces: offsets take far more memory than the ids
-        for sample in _encode([render(row) for row in rows[start:start + 1024]], tokenizer):
-            cut = Sample(sample.ids[:context_length], sample.labels[:context_length])
-            if _supervised(cut):
-                samples.append(cut)
-                truncated += len(cut.ids) < len(sample.ids)
-    if not samples:
-        raise DataError(f"none of the {len(rows)} rows has any of its response within {context_length} "
-                        "tokens; raise --context_length or shorten the prompts")
-    return samples, Counts(len(samples), truncated, len(rows) - len(samples),
-                           sum(map(_supervised, samples)), sum(len(sample.ids) for sample in samples))
-
-
-def _check_tokenizer(tokenizer) -> None:
-    if not getattr(tokenizer, "is_fast", False):
-        raise DataError(f"{type(tokenizer).__name__} is not a fast tokenizer, and only those say where each "
-                        "token stands in the text; use a model folder that has a tokenizer.json")
-    if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no EOS token, so the model could not learn to stop; "
-                        "set eos_token in its tokenizer_config.json")
-
-
-def _supervised(sample: Sample) -> int:
-    """Number of tokens that are predicted: the first of a text never is."""
-    return sum(label != IGNORE for label in sample.labels[1:])
-
-
-def _encode(pairs: list[tuple[str, str]], tokenizer) -> Iterator[Sample]:
-    """Each text is tokenised whole and masked by positions: prompt and response apart can give other ids.
-
-    A token that straddles the boundary carries part of the response and is supervised.
-    """
-    encoded = tokenizer([prompt + response for prompt, response in pairs], return_offsets_mapping=True,
-                        return_attention_mask=False, return_token_type_ids=False, verbose=False)
-    for (prompt, _), ids, offsets in zip(pairs, encoded["input_ids"], encoded["offset_mapping"]):
-        labels = [i if end > len(prompt) else IGNORE for i, (_, end) in zip(ids, offsets)]
-        first, last = _bounds(ids, tokenizer)
-        eos = tokenizer.eos_token_id
-        yield Sample(ids[first:last] + [eos], labels[first:last] + [eos])
-
-
-def _bounds(ids: list[int], tokenizer) -> tuple[int, int]:
-    """`ids[first:last]` has at most one BOS in front and no EOS behind, whoever wrote them there."""
-    first, last = 0, len(ids)
-    while last and ids[last - 1] == tokenizer.eos_token_id:
-        last -= 1
-    while first + 1 < last and ids[first] == ids[first + 1] == tokenizer.bos_token_id:
-        first += 1
-    return first, last
-
-
-def prompt_ids(prompt: str, tokenizer) -> list[int]:
-    """The ids to generate from: as in training, with the tokenizer's BOS if it has one and without an EOS."""
-    ids = tokenizer(prompt, verbose=False)["input_ids"]
-    first, last = _bounds(ids, tokenizer)
-    return ids[first:last]
-
-
-# ------------------------------------------------------------------------------------------------------ order
-
-def steps_per_epoch(n: int, batch_size: int, accumulation: int, world: int) -> int:
-    """Number of optimiser steps that `n` samples make; the last one may be smaller."""
-    return -(-n // (batch_size * accumulation * world))
-
-
-def steps(n: int, *, seed: int, epoch: int, batch_size: int, accumulation: int, rank: int,
-          world: int) -> list[list[list[int]]]:
-    """For each optimiser step of an epoch, this rank's micro-batches as lists of sample indices, some empty.
-
-    A step takes the next batch_size * accumulation * world samples of one permutation, which depends on seed
-    and epoch only: for the same product, every split into ranks and micro-batches trains on the same samples
-    per step. All ranks have equally many micro-batches in a step, since each is a round of collectives.
-    """
-    rng = random.Random(f"{seed},{epoch}")
-    order = sorted(range(n), key=lambda _: rng.random())
-    window, across = batch_size * accumulation * world, batch_size * world
-    plan = []
-    for start in range(0, n, window):
-        chosen = order[start:start + window]
-        own = (m + rank * batch_size for m in range(0, len(chosen), across))
-        plan.append([chosen[first:first + batch_size] for first in own])
-    return plan
-
-
-# ---------------------------------------------------------------------------------------------------- batches
-
-def pad_id(tokenizer) -> int:
-    """The id to pad with: any will do, since padding is masked by length; the tokenizer is left as it is."""
-    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
-def collate(samples: list[Sample], pad_id: int) -> dict:
-    """`input_ids` and `targets`, int64 of (rows, longest), padded on the right; targets are shifted labels.
-
-    `targets[:, t]` is what position t must predict, the label of token t + 1, or -100. No samples give one
-    row of two masked tokens, with which a rank that ran out of data still takes part in the collectives.
-    """
-    import torch
-    samples = samples or [Sample([pad_id, pad_id], [IGNORE, IGNORE])]
-    longest = max(len(sample.ids) for sample in samples)
-    ids = [sample.ids + [pad_id] * (longest - len(sample.ids)) for sample in samples]
-    targets = [sample.labels[1:] + [IGNORE] * (longest - len(sample.labels) + 1) for sample in samples]
-    return {"input_ids": torch.tensor(ids), "targets": torch.tensor(targets)}
+        if kind == "folder":
+            found = datasets.load_from_disk(str(Path(base).expanduser()))
+        else:
+            found = datasets.load_dataset(base, split=split or "train", revision=revision)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"dataset {spec}: {reason}; a hub dataset is written owner/name[:split][@revision]"
+                        ) from None
+    if isinstance(found, datasets.DatasetDict):
+        if (split or "train") not in found:
+            raise DataError(f"{base} has the splits {', '.join(found)}; choose one with {base}:SPLIT")
+        found = found[split or "train"]
+    elif kind == "folder" and split:
+        raise DataError(f"{base} is one dataset without splits; leave out :{split}")
+    batches = found.with_format("arrow")
+    return Rows(f"arrow {found._fingerprint}",
+                lambda: numbered((batch.to_pylist() for batch in batches.iter(1000)), f"{spec}, "))
 
 
 # ----------------------------------------------------------------------------------- what every script shares
@@ -296,3 +261,95 @@ def quiet():
         logging.disable(level)
         if shown:
             bars.enable_progress_bar()
+
+
+# ------------------------------------------------------------------------------- a look at what is trained on
+
+def describe(samples: Samples, counts: Counts, config) -> list[str]:
+    """The counts, and how the lengths are spread, as lines of text."""
+    lengths, kept = np.array(samples.lengths), counts.kept
+    rows = packing.pack(samples.lengths, config.context_length)
+    full = 100 * counts.total_tokens / (len(rows) * config.context_length)
+    lines = [f"kept {kept:,} samples ({counts.truncated:,} cut), dropped {counts.dropped:,}, "
+             f"skipped {counts.skipped:,} bad rows",
+             *(f"first skipped: {text}" for text in samples.problems),
+             f"tokens {counts.total_tokens:,}, supervised {counts.supervised_tokens:,}: "
+             f"{counts.supervised_tokens / kept:.1f} of {counts.total_tokens / kept:.1f} per sample",
+             f"packed: {len(rows):,} rows of {config.context_length:,}, {full:.1f}% of positions used",
+             "tokens per sample"]
+    numbers, edges = np.histogram(lengths, bins=min(10, int(np.ptp(lengths)) + 1))
+    for number, low, high in zip(numbers, edges, edges[1:]):
+        bar = "#" * -(-40 * int(number) // int(numbers.max()))
+        lines.append(f"{int(np.ceil(low)):>8,} to {int(high):>6,} {number:>9,} {bar}".rstrip())
+    return lines
+
+
+def marked(sample: Sample, tokenizer, color: bool) -> str:
+    """The text of a sample with its supervised parts in green, or between brackets."""
+    begin, end = ("\033[32m", "\033[0m") if color else ("\u27e6", "\u27e7")
+    parts = []
+    for supervised, run in groupby(zip(*sample), key=lambda pair: pair[1] != IGNORE):
+        text = tokenizer.decode([i for i, _ in run])
+        parts.append(begin + text + end if supervised else text)
+    return "".join(parts)
+
+
+def draw(lengths: list[int], file: str) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise DataError("--png needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(7, 4), layout="tight")
+    axes = figure.subplots()
+    axes.hist(lengths, bins=50)
+    axes.set(xlabel="tokens", ylabel="samples", title="Tokens per sample")
+    figure.savefig(file)
+
+
+def look(config, show: int, png: str) -> None:
+    """Print what `config` trains on."""
+    from transformers import AutoTokenizer
+
+    from scripts import demo
+    with quiet():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(config.model_name or demo.model_folder())
+            samples, counts = prepare(config, tokenizer)
+        except (OSError, RuntimeError) as error:
+            raise DataError(str(error).splitlines()[0]) from None
+    print("\n".join(describe(samples, counts, config)))
+    if png:
+        draw(samples.lengths, png)
+        print(f"histogram: {png}")
+    color = sys.stdout.isatty()
+    for i in packing.permutation(len(samples), config.seed, 0)[:show]:
+        print(f"\n--- sample {i + 1}, {samples.lengths[i]} tokens\n{marked(samples[i], tokenizer, color)}")
+
+
+def main(
+    dataset: str = "demo",  # name, file, folder saved by `datasets`, or hub id[:split][@revision]; a=1,b=0.5
+    model_name: str = "",  # folder or hub id of the model whose tokenizer to use; default: the demo's
+    dataset_samples: int = 0,  # only the first rows of each source; 0: all
+    dataset_format: str = "auto",  # auto, or one of the formats in scripts/formats.py
+    dataset_columns: str = "",  # field=column,field=column
+    chat_template: to_bool = False,  # render every format with the tokenizer's chat template
+    train_on: str = "completions",  # completions, all or last
+    truncation: str = "right",  # right, left_prompt or drop
+    context_length: int = 512,  # longest sample, in tokens
+    skip_bad_rows: to_bool = False,  # count unusable rows and go on
+    seed: int = 42,  # of order and weights
+    show: int = 3,  # how many samples to print, supervised tokens in green or between brackets
+    png: str = "",  # file to draw the lengths to
+):
+    "Show what will be trained on: counts, a histogram of lengths, and some samples."
+    flags = SimpleNamespace(**{**locals(), "dataset_samples": dataset_samples or None})
+    try:
+        look(flags, show, png)
+    except DataError as error:
+        sys.exit(f"data.py: {error}")
+
+
+if __name__ == "__main__":
+    from fastcore.script import call_parse
+    sys.argv = kebab_flags(sys.argv)
+    call_parse(main)

@@ -165,7 +165,11 @@ def finish(config, summary: dict) -> None:
                 f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB per process")
     if not config.save_model:
         return
-    command, prompt = f"python scripts/generate.py --adapter {config.output_dir}", '--prompt "..."'
+    result = config.output_dir
+    if config.type.new_blocks:
+        result += "-merged"
+        say("merge", f"python scripts/merge.py --adapter {config.output_dir} --output_dir {result}")
+    command, prompt = f"python scripts/generate.py --adapter {result}", '--prompt "..."'
     if config.dataset == "demo":
         from scripts import demo
         row = demo.examples("held_out", 1)[0]

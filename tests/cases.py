@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import tiny
 import train
+from scripts import loss as loss_module
 from scripts import data
 
 
@@ -29,6 +30,8 @@ def configuration(folder: str, **flags) -> train.Config:
         dataset="dummy",
         output_dir="unused",
     )
+    if train.TRAIN_TYPES[flags["train_type"]].new_blocks:
+        base["llama_pro_path"] = folder
     return train.Config(**base | flags)
 
 
@@ -147,7 +150,7 @@ def logits(
         Path(output).mkdir(exist_ok=True)
     train.save(model, config, Path(folder), tiny.tokenizer(), runtime)
     module, head = model.module.eval(), model.module.get_output_embeddings()
-    transform = train.logit_transform(module.config)
+    transform = loss_module.logit_transform(module.config)
 
     def forward(input_ids, positions, labels):  # the head without the loss, in the same FSDP unit
         head.forward = lambda hidden: transform(torch.nn.functional.linear(hidden, head.weight, head.bias))
@@ -159,8 +162,7 @@ def logits(
 
 
 def fp16_overflow(runtime: train.Runtime, folder: str, flags: dict) -> dict:
-    """An infinite gradient on the last rank only: all ranks must skip the step and lower the scale together.
-    """
+    """An infinite gradient on the last rank only: all ranks must skip the step and lower the scale together."""
     config = configuration(folder, **flags)
     model = train.build(config, Path(folder), runtime)
     training = train.make_training(model, config, runtime, 2)

@@ -24,15 +24,20 @@ def pool():
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """name -> folder of a tiny random model, made when first asked for."""
+    """(name, train type) -> folder of a tiny random model, made when first asked for; with added blocks for Llama-Pro."""
     import tiny
+    import train
 
     made = {}
 
-    def folder(name: str) -> str:
+    def folder(name: str, train_type: str = "full") -> str:
+        name += "+pro" if train.TRAIN_TYPES[train_type].new_blocks else ""
         if name not in made:
-            made[name] = str(tmp_path_factory.mktemp(name.replace("/", "-")))
-            tiny.save_model(name, made[name])
+            made[name] = str(tmp_path_factory.mktemp(name))
+            if name.endswith("+pro"):
+                tiny.save_expanded(folder(name.removesuffix("+pro")), made[name])
+            else:
+                tiny.save_model(name, made[name])
         return made[name]
 
     return folder

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from scripts import data, demo
+from scripts import data, demo, formats
 from scripts.data import IGNORE, DataError, Sample
 
 ROWS = [
@@ -91,7 +91,7 @@ def test_supervised_tokens_are_the_response_and_eos(tokenizer, row):
     wanted = row["output"] + "</s>"
     assert text.endswith(wanted)
     # Only a token that straddles the boundary may add a piece of the prompt.
-    assert text == wanted or data.PROMPT.endswith(text[: -len(wanted)])
+    assert text == wanted or formats.PROMPT.endswith(text[: -len(wanted)])
 
 
 def test_straddling_token_is_supervised():
@@ -111,7 +111,7 @@ def test_one_bos_and_one_eos(tokenizer):
 
 @pytest.mark.parametrize("kind", ["bos", "bos and eos"])
 def test_text_that_brings_its_own_bos_and_eos_gets_no_second(monkeypatch, kind):
-    monkeypatch.setattr(data, "PROMPT", "<s>" + data.PROMPT)
+    monkeypatch.setattr(formats, "PROMPT", "<s>" + formats.PROMPT)
     tokenizer = build_tokenizer(**KINDS[kind])
     ids = one({"instruction": "a", "output": "b</s>"}, tokenizer).ids
     assert ids.count(tokenizer.bos_token_id) == 1 and ids.count(tokenizer.eos_token_id) == 1
@@ -126,7 +126,7 @@ def test_prompt_ids_begin_the_training_ids(tokenizer):
 
 
 def test_templates_do_not_end_in_a_space():
-    assert not data.PROMPT.endswith(" ") and not data.PROMPT_WITH_INPUT.endswith(" ")
+    assert not formats.PROMPT.endswith(" ") and not formats.PROMPT_WITH_INPUT.endswith(" ")
 
 
 def test_eos_stays_supervised_where_it_pads():
@@ -263,6 +263,9 @@ def test_order_is_not_that_of_the_file():
 # ---------------------------------------------------------------------------------------------------- reading
 
 
+FULL = [row for row in ROWS if row["output"]]
+
+
 def write(folder, name, text):
     path = folder / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -272,17 +275,17 @@ def write(folder, name, text):
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("a.json", json.dumps(ROWS)),
-        ("a.jsonl", "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n"),
-        ("a.JSONL", "\r\n".join(map(json.dumps, ROWS))),
-        ("bom.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
-        ("bom.jsonl", b"\xef\xbb\xbf" + "\n".join(map(json.dumps, ROWS)).encode()),
+        ("a.json", json.dumps(FULL)),
+        ("a.jsonl", "\n".join(json.dumps(row, ensure_ascii=False) for row in FULL) + "\n\n"),
+        ("a.JSONL", "\r\n".join(map(json.dumps, FULL))),
+        ("bom.json", b"\xef\xbb\xbf" + json.dumps(FULL).encode()),
+        ("bom.jsonl", b"\xef\xbb\xbf" + "\n".join(map(json.dumps, FULL)).encode()),
     ],
 )
-def test_reads(tmp_path, name, text):
+def test_reads_alpaca(tmp_path, name, text):
     path = write(tmp_path, name, text)
-    assert data.load(path) == ROWS
-    assert data.load(path, samples=2) == ROWS[:2]
+    assert data.load(path) == FULL
+    assert data.load(path, samples=2) == FULL[:2]
 
 
 def test_line_separators_inside_a_string_do_not_cut_a_row(tmp_path):
@@ -325,8 +328,9 @@ GOOD = '{"instruction": "a", "output": "b"}\n'
         ("type.jsonl", '{"instruction": "a", "output": 3}', 'line 1: "output" must be a string, not int'),
         ("type.json", '[{"instruction": null, "output": ""}]', 'row 1: "instruction" must be a string'),
         ("in.jsonl", '{"instruction": "a", "input": [], "output": ""}', '"input" must be a string, not list'),
-        ("latin.jsonl", b'{"instruction": "\xe9"}', "latin.jsonl is not UTF-8"),
-        ("table.csv", "a,b", r"table.csv has an unknown extension; convert it to \.json or \.jsonl"),
+        ("latin.jsonl", b'{"instruction": "\xe9"}', "latin.jsonl, line 1: not UTF-8 text"),
+        ("table.txt", "a,b", r"table.txt has an unknown extension; convert it to \.json, \.jsonl, \.csv"),
+        ("head.csv", "a,b", "head.csv is empty"),
     ],
 )
 def test_bad_files_are_errors_that_name_the_place(tmp_path, name, text, message):
@@ -367,7 +371,7 @@ def test_demo_set_sizes_and_form():
     train, held_out = demo.examples("train"), demo.examples("held_out")
     assert (len(train), len(held_out)) == (600, 60) and data.load("demo") == train
     for row in train + held_out:
-        assert set(row) == {"instruction", "input", "output"} and data._checked(row, "")
+        assert set(row) == {"instruction", "input", "output"} and formats.check(row, "alpaca")
         assert row["output"].startswith("select ") and row["output"].endswith(";")
         assert not set("{}") & set("".join(row.values()))
 

@@ -1,5 +1,4 @@
-"""Flags and what they name: good ones become a configuration, bad ones a short message and nothing on disk.
-"""
+"""Flags and what they name: good ones become a configuration, bad ones a short message and nothing on disk."""
 
 import dataclasses
 import os
@@ -47,23 +46,84 @@ def test_both_spellings():
         )
 
 
-ANCESTOR = """--world_size 2 --master_port 12356 --model_name meta-llama/Llama-2-7b-hf
---gradient_accumulation_steps 4
- --batch_size 8 --context_length 512 --precision bf16 --train_type {} --use_gradient_checkpointing true
- --use_cpu_offload false --use_activation_cpu_offload false --log_to wandb --reentrant_checkpointing true
- --lora_rank 64 --lora_alpha 16 --lora_dropout 0.1 --lora_target_modules all --lr 1e-5
+FSDP_QLORA = """--world_size 2 --master_port 12356 --model_name meta-llama/Llama-2-7b-hf
+ --gradient_accumulation_steps 4 --batch_size 8 --context_length 512 --precision bf16 --train_type {}
+ --use_gradient_checkpointing true --use_cpu_offload false --use_activation_cpu_offload false --log_to wandb
+ --dataset alpaca"""
+FOUR_A100 = """--world_size 4 --master_port 12356 --model_name meta-llama/Llama-2-70b-hf
+ --gradient_accumulation_steps 4 --batch_size 2 --context_length 512 --precision bf16_buffers_autocast
+ --train_type {} --use_gradient_checkpointing true {}--use_cpu_offload false --log_to stdout --dataset alpaca"""
+ALL_FLAGS = """--lora_rank 64 --lora_alpha 16 --lora_dropout 0.1 --lora_target_modules all --lr 1e-5
  --apply_gradient_clipping false --grad_norm 0.3 --wd 0.1 --optimizer adamw --lr_scheduler constant
  --loading_workers -1 --master_addr localhost --seed 42 --project_name fsdp_qlora --num_epochs 1
  --dataset_samples 512 --sharding_strategy full_shard --low_memory true --no_sync false --verbose false
- --save_model false --max_steps -1"""
+ --save_model false --max_steps -1 --reentrant_checkpointing true"""
 
 
-@pytest.mark.parametrize("train_type", train.TRAIN_TYPES)
-def test_the_ancestors_flags(train_type):
-    config = quick(*ANCESTOR.format(train_type).split())
-    assert config.train_type == train_type and config.lora_dropout == 0.1 and not config.save_model
-    buffers = quick("--precision", "bf16_buffers_autocast", "--use_gradient_checkpointing", "True")
-    assert buffers.numbers == train.PRECISIONS["mp_bf16_buffers_autocast"]
+def test_fsdp_qloras_example_for_two_24_gb_cards():
+    config = quick(
+        *"""--model_name meta-llama/Llama-2-70b-hf --batch_size 2 --context_length 512 --precision bf16
+        --train_type qlora --use_gradient_checkpointing true --use_cpu_offload true --dataset alpaca
+        --reentrant_checkpointing true""".split()
+    )
+    assert (config.batch_size, config.context_length, config.precision) == (2, 512, "bf16")
+    assert config.use_cpu_offload and config.use_gradient_checkpointing and config.reentrant_checkpointing
+    assert config.type == train.TrainType("nf4", "peft") and config.world_size == -1
+
+
+@pytest.mark.parametrize(
+    "train_type, extra, wanted",
+    [
+        ("full", "", ("plain", None, False)),
+        ("lora", "", ("plain", "peft", False)),
+        ("custom_lora", "", ("plain", "custom", False)),
+        ("qlora", "--reentrant_checkpointing true", ("nf4", "peft", False)),
+        ("custom_qlora", "--reentrant_checkpointing true", ("nf4", "custom", False)),
+        ("hqq_lora", "", ("hqq", "custom", False)),
+        ("bnb_dora", "", ("nf4", "dora", False)),
+        ("hqq_dora", "", ("hqq", "dora", False)),
+        ("bnb_llama_pro", "--llama_pro_path /path/to/llama_pro_weights_directory", ("nf4", None, True)),
+        ("hqq_llama_pro", "--llama_pro_path /path/to/llama_pro_weights_directory", ("hqq", None, True)),
+    ],
+)
+def test_fsdp_qloras_train_types(train_type, extra, wanted):
+    config = quick(*FSDP_QLORA.format(train_type).split(), *extra.split())
+    kind = config.type
+    assert (kind.base, kind.adapter, kind.new_blocks) == wanted
+    assert (config.world_size, config.master_port, config.batch_size, config.log_to) == (2, 12356, 8, "wandb")
+    assert config.reentrant_checkpointing == ("reentrant" in extra)
+    assert not quick(*FSDP_QLORA.format(train_type).split(), *extra.split(), *ALL_FLAGS.split()).save_model
+
+
+def test_fsdp_qloras_examples_for_four_a100s():
+    """The first loses a line continuation in that README: what the shell passes on is the part before it."""
+    lost = FOUR_A100.format("custom_qlora", "--reentrant_checkpointing true\n").split("--use_cpu_offload")[0]
+    for text, kind in [(lost, "nf4"), (FOUR_A100.format("hqq_lora", ""), "hqq")]:
+        config = quick(*text.split())
+        assert config.numbers == train.PRECISIONS["mp_bf16_buffers_autocast"] and config.type.base == kind
+        assert (config.world_size, config.batch_size, config.gradient_accumulation_steps) == (4, 2, 4)
+        assert config.reentrant_checkpointing == (kind == "nf4") and config.type.adapter == "custom"
+
+
+@pytest.mark.parametrize("package", ["hqq", "bitsandbytes", "peft"])
+def test_a_missing_package_is_named_for_every_type_that_needs_it(monkeypatch, package):
+    find = train.importlib.util.find_spec
+    monkeypatch.setattr(
+        train.importlib.util, "find_spec", lambda name: None if name == package else find(name)
+    )
+    needs = {
+        t
+        for t, k in train.TRAIN_TYPES.items()
+        if package in (train.PACKAGES.get(k.base), train.PACKAGES.get(k.adapter))
+    }
+    assert len(needs) >= 2
+    for name, kind in train.TRAIN_TYPES.items():
+        flags = ["--train_type", name, *(["--llama_pro_path", "x"] if kind.new_blocks else [])]
+        if name in needs:
+            with pytest.raises(UserError, match=f"--train_type {name} needs the package {package}"):
+                quick(*flags)
+        else:
+            quick(*flags)
 
 
 BAD = {  # flags -> what the message must contain
@@ -98,6 +158,11 @@ BAD = {  # flags -> what the message must contain
     "--world_size -5": "--world_size -5",
     "--master_port 70000": "--master_port 70000",
     "--llama_pro_path x": "--llama_pro_path goes with a llama_pro train type",
+    "--train_type bnb_llama_pro": "--train_type bnb_llama_pro needs --llama_pro_path",
+    "--train_type llama_pro --llama_pro_path /no/such": "--llama_pro_path /no/such: no such folder",
+    "--n_bits 4": "--n_bits goes with an hqq train type, not with qlora",
+    "--train_type hqq_lora --n_bits 5": "--n_bits 5: choose from 8, 4, 3, 2",
+    "--train_type hqq_dora --hqq_group_size 0": "--hqq_group_size 0: must be at least 8",
     "--model_name /no/such/folder": "/no/such/folder: no such folder",
     "--model_name {empty}": "no config.json",
     "--model_name {bins}": "only .bin weights",

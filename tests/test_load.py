@@ -79,8 +79,10 @@ def test_bits_are_those_of_linear4bit(pool, models, tmp_path, dtype):
 def dequantized(parts: dict, base: str, weight: torch.Tensor) -> torch.Tensor:
     import train
 
-    linear = train.FrozenQuantLinear(torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False), train.NF4)
-    for name in train.NF4.shapes(*weight.shape):
+    linear = train.FrozenQuantLinear(
+        torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False), train.QUANTIZERS["nf4"]()
+    )
+    for name in linear.quantizer.shapes(*weight.shape):
         getattr(linear, name).data = parts[base + name]
     return linear.dequantize(weight.dtype).float()
 
@@ -205,5 +207,5 @@ def test_adapters_start_the_same_everywhere(pool, models):
 
 def test_numbers_of_a_case_do_not_depend_on_the_pool(models):
     """The cases' own defaults are what the tests think they are."""
-    assert cases.configuration(models("llama")).precision == "fp32"
+    assert cases.configuration(models("llama"), train_type="lora").precision == "fp32"
     assert tiny.samples(3) == tiny.samples(3)

@@ -7,27 +7,32 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
+from reference import plain_base
+from scripts import checkpoint
 from train import TRAIN_TYPES
 
 IDS = [[5, 9, 200, 31, 7, 120, 44, 2], [0, 17, 17, 90, 250, 3, 8, 61]]
 
 
-def plain_logits(folder: str, adapter: str | None = None, quantized: bool = False) -> torch.Tensor:
+def plain_logits(folder: str, adapter: str | None = None, base: str = "plain") -> torch.Tensor:
     """Logits from the libraries alone. Stays in train mode: in eval bitsandbytes repacks its weights to bf16
     on a CPU."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    extra = dict(quantization_config=nf4) if quantized else {}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **extra)
+    model = plain_base(folder, base, [])
     model = PeftModel.from_pretrained(model, adapter) if adapter else model
+    with torch.no_grad():
+        return model.train()(input_ids=torch.tensor(IDS)).logits
+
+
+def expanded_logits(folder: str, result: Path, base: str) -> torch.Tensor:
+    """Logits of an expanded model with the trained blocks put in by hand."""
+    model = plain_base(folder, base, checkpoint.new_blocks(Path(folder)))
+    trained = load_file(result / "blocks.safetensors")
+    left = model.load_state_dict(trained, strict=False)
+    assert trained and not left.unexpected_keys
     with torch.no_grad():
         return model.train()(input_ids=torch.tensor(IDS)).logits
 
@@ -37,19 +42,49 @@ def stored_names(file: Path) -> set[str]:
         return set(handle.keys())
 
 
-@pytest.mark.parametrize("model", ["llama", "llama-tied", "qwen2", "gemma2"])
-@pytest.mark.parametrize("train_type", TRAIN_TYPES)
+CASES = [(t, "llama") for t in TRAIN_TYPES]
+CASES += [
+    (t, model)
+    for t in ("full", "qlora", "custom_lora", "bnb_dora")
+    for model in ("llama-tied", "qwen2", "gemma2")
+]
+
+
+@pytest.mark.parametrize("train_type, model", CASES)
 def test_reload_gives_the_same_logits(pool, models, tmp_path, train_type, model):
-    output = tmp_path / "out"
-    found = pool.run(2, "logits", models(model), dict(train_type=train_type), IDS, 3, str(output))[0]
-    if train_type == "full":
-        reloaded = plain_logits(str(output))
+    output, kind = tmp_path / "out", TRAIN_TYPES[train_type]
+    folder = models(model, train_type)
+    found = pool.run(2, "logits", folder, dict(train_type=train_type), IDS, 3, str(output))[0]
+    if kind.new_blocks:
+        reloaded = expanded_logits(folder, output, kind.base)
+        size = (output / "blocks.safetensors").stat().st_size
+        assert (
+            size < 0.6 * Path(folder, "model.safetensors").stat().st_size
+        )  # the new blocks and nothing else
+    elif kind.adapter:
+        reloaded = plain_logits(folder, str(output), kind.base)
     else:
-        reloaded = plain_logits(models(model), str(output), quantized="qlora" in train_type)
+        reloaded = plain_logits(str(output))
     assert torch.allclose(found, reloaded, atol=2e-5)
     assert not torch.allclose(
-        found, plain_logits(models(model)), atol=1e-3
-    )  # a dead adapter would give the base's
+        found, plain_logits(folder, base=kind.base), atol=1e-3
+    )  # as a dead adapter would be
+
+
+@pytest.mark.parametrize("train_type", [t for t in TRAIN_TYPES if t != "full"])
+def test_a_run_starts_from_the_base(pool, models, tmp_path, train_type):
+    """Before any step the model is its base: adapters and new blocks change nothing yet."""
+    folder, kind = models("llama", train_type), TRAIN_TYPES[train_type]
+    found = pool.run(2, "logits", folder, dict(train_type=train_type), IDS, 0, str(tmp_path / "out"))[0]
+    base = models("llama") if kind.new_blocks and kind.base == "plain" else folder
+    wanted = plain_logits(base) if kind.base == "plain" else expanded_or_plain(folder, kind)
+    assert torch.allclose(found, wanted, atol=2e-5)
+
+
+def expanded_or_plain(folder: str, kind) -> torch.Tensor:
+    new_blocks = checkpoint.new_blocks(Path(folder)) if kind.new_blocks else []
+    with torch.no_grad():
+        return plain_base(folder, kind.base, new_blocks).train()(input_ids=torch.tensor(IDS)).logits
 
 
 def test_adapter_folder(pool, models, tmp_path):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from scripts import loss as loss_module
 from train import OPTIMIZERS, SCHEDULES
 
 
@@ -27,14 +28,14 @@ def reference_loss(hidden, weight, bias, labels, transform):
 )
 def test_chunked_loss_is_cross_entropy(monkeypatch, chunk, bias, config):
     """Value and all gradients, in fp64, for every chunk size and for the models that change their logits."""
-    monkeypatch.setattr(train, "LOGITS_PER_CHUNK", chunk * 50)
+    monkeypatch.setattr(loss_module, "LOGITS_PER_CHUNK", chunk * 50)
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 16, dtype=torch.float64, requires_grad=True) for n in (10, 50))
     offset = torch.randn(50, dtype=torch.float64, requires_grad=True) if bias else None
-    labels, transform = torch.randint(0, 50, (10,)), train.logit_transform(SimpleNamespace(**config))
+    labels, transform = torch.randint(0, 50, (10,)), loss_module.logit_transform(SimpleNamespace(**config))
     inputs = [t for t in (hidden, weight, offset) if t is not None]
     wanted = reference_loss(hidden, weight, offset, labels, transform)
-    found = train._ChunkedCrossEntropy.apply(hidden, weight, offset, labels, transform)
+    found = loss_module.chunked_cross_entropy(hidden, weight, offset, labels, transform)
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
     for one, other in zip(torch.autograd.grad(found / 7, inputs), torch.autograd.grad(wanted / 7, inputs)):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
@@ -42,7 +43,7 @@ def test_chunked_loss_is_cross_entropy(monkeypatch, chunk, bias, config):
 
 def test_loss_without_labels_is_zero_and_attached():
     hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    loss = train._ChunkedCrossEntropy.apply(
+    loss = loss_module.chunked_cross_entropy(
         hidden, weight, None, torch.empty(0, dtype=torch.long), lambda x: x
     )
     loss.backward()
@@ -52,7 +53,7 @@ def test_loss_without_labels_is_zero_and_attached():
 def test_loss_is_fp32_for_bf16_input():
     hidden, weight = torch.randn(64, 32).bfloat16(), torch.randn(100, 32).bfloat16()
     labels = torch.randint(0, 100, (64,))
-    loss = train._ChunkedCrossEntropy.apply(hidden, weight, None, labels, lambda x: x)
+    loss = loss_module.chunked_cross_entropy(hidden, weight, None, labels, lambda x: x)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(
         F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum").item(), rel=1e-5
@@ -72,10 +73,10 @@ class Largest(TorchDispatchMode):
 
 
 def test_logits_never_exist_as_a_whole(monkeypatch):
-    monkeypatch.setattr(train, "LOGITS_PER_CHUNK", 8 * 1000)
+    monkeypatch.setattr(loss_module, "LOGITS_PER_CHUNK", 8 * 1000)
     hidden, weight = torch.randn(512, 4, requires_grad=True), torch.randn(1000, 4)
     with Largest() as largest:
-        train._ChunkedCrossEntropy.apply(
+        loss_module.chunked_cross_entropy(
             hidden, weight, None, torch.zeros(512, dtype=torch.long), lambda x: x
         ).backward()
     assert largest.seen == 8 * 1000

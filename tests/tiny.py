@@ -77,6 +77,13 @@ def save_model(name: str, folder: str, **kwargs) -> None:
     tokenizer().save_pretrained(folder)
 
 
+def save_expanded(source: str, target: str) -> None:
+    """The model with a new block after each of its two."""
+    from scripts import block_expansion
+
+    block_expansion.main(model_name=source, output_dir=target, expansion_rate=1.0)
+
+
 def samples(count: int, seed: int = 0, longest: int = 24, vocabulary: int = 300) -> list:
     """Random token sequences of unequal length with unequal numbers of supervised tokens."""
     import random

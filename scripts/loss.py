@@ -1,0 +1,61 @@
+"""The loss: cross-entropy of the head's logits, computed chunk by chunk so that the logits never exist as a
+whole."""
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+
+LOGITS_PER_CHUNK = 2**25  # elements of logits alive at a time: 128 MB in fp32
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum over tokens of -log softmax(head(hidden))[label], in fp32. The gradient of a chunk is taken while
+    its logits are there, so that no more than a chunk of logits exists at any time (the idea of Liger's fused
+    loss, in plain PyTorch)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, transform):
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        leaves = [t if t is None else t.detach().to(dtype).requires_grad_(needed)
+                  for t, needed in zip((weight, bias), ctx.needs_input_grad[1:3])]
+        total, grad_hidden = hidden.new_zeros((), dtype=torch.float32), torch.zeros_like(hidden)
+        grads = [torch.zeros_like(t) if t is not None and t.requires_grad else None for t in leaves]
+        size = max(1, LOGITS_PER_CHUNK // weight.shape[0])
+        for low in range(0, len(hidden), size):
+            part = hidden[low:low + size].detach().requires_grad_(ctx.needs_input_grad[0])
+            with torch.enable_grad(), torch.autocast(kind, enabled=False):
+                logits = transform(F.linear(part.to(dtype), *leaves).float())
+                loss = F.cross_entropy(logits, labels[low:low + size], reduction="sum")
+            total += loss.detach()
+            wanted = [t for t in (part, *leaves) if t is not None and t.requires_grad]
+            found = iter(torch.autograd.grad(loss, wanted) if wanted else ())
+            if part.requires_grad:
+                grad_hidden[low:low + size] = next(found)
+            for grad in (g for g in grads if g is not None):
+                grad += next(found)
+        ctx.save_for_backward(grad_hidden, *(g if g is None else g.to(weight.dtype) for g in grads))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *(None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors), None, None
+
+
+def logit_transform(config) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What some models do to logits: Gemma's soft cap, Cohere's and Granite's scales."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+
+    def transform(logits):
+        logits = logits if scale == 1.0 else logits * scale
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+    return transform
+
+
+def chunked_cross_entropy(hidden, weight, bias, labels, transform) -> torch.Tensor:
+    """fp32 scalar: the sum over tokens of the cross-entropy of transform(hidden W^T + bias) and labels.
+
+    hidden (n, width), weight (vocabulary, width), bias (vocabulary,) or None, labels (n,).
+    """
+    return ChunkedCrossEntropy.apply(hidden, weight, bias, labels, transform)

@@ -1,0 +1,366 @@
+"""Merge what a run trained into its base: the result is a plain Hugging Face folder, with no adapter.
+
+    python scripts/merge.py --adapter OUT --output_dir MERGED
+    python scripts/merge.py --adapter OUT --output_dir MERGED --merge_base dequantized --dtype bf16
+
+OUT is what train.py wrote: a PEFT folder (LoRA, rsLoRA, DoRA) or trained Llama-Pro blocks. W + s B A, and for
+DoRA its rows scaled to the trained magnitudes, are computed in fp32, tensor by tensor, and rounded once.
+
+An adapter that was trained over a quantised base has learned to live with the rounding of that base. It can
+be merged into the base's own weights (`original`, usually the better model) or into the weights as the run
+saw them (`dequantized`: the model that was trained, up to the rounding of the merged weights).
+"""
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Callable
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+from scripts.block_expansion import find_blocks, layer_count
+from scripts.checkpoint import (Checkpoint, Entry, check_new_folder, copy_companions, fingerprint, new_blocks,
+                                open_model, read_json, staged, write_json, write_model)
+from scripts.data import kebab_flags
+from scripts.flags import UserError
+
+MERGE_BASES = ("original", "dequantized")
+DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# Options of adapter_config.json under which an adapter is more, or something else, than W + s B A.
+UNSUPPORTED = ("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias",
+               "layer_replication", "target_parameters", "trainable_token_indices", "use_qalora",
+               "alora_invocation_tokens", "use_bdlora", "velora_config", "arrow_config", "kasa_config",
+               "monteclora_config")
+ENDS = ("lm_head", "embed_out", "embed_tokens", "wte", "embed_in")  # heads and embeddings, which may be tied
+PLAIN_STARTS = ("gaussian", "orthogonal", "eva")  # other named starts (PiSSA and such) change the base
+NEVER_QUANTIZED = re.compile(r"norm|^ln_|^gate$|^router$|^shared_expert_gate$|^wg$")  # norms, MoE routers
+
+
+@dataclass
+class Base:
+    """The model that is merged into."""
+    name: str
+    folder: Path
+    stored: Checkpoint
+    config: dict
+
+    def blocks(self) -> list[dict[str, str]]:
+        """The decoder blocks: {name inside the block: whole name} each."""
+        return find_blocks(self.stored.file, layer_count(self.config.get("text_config") or self.config)[1])[1]
+
+
+@dataclass
+class Change:
+    """What a result does to its base: tensor name -> function of the base's tensor, in fp32, to the new one.
+    `facts` go into merge.json."""
+    functions: dict[str, Callable]
+    facts: dict
+
+
+# ------------------------------------------------------------------------------------------------ LoRA, DoRA
+
+def read_modules(stored: Checkpoint) -> dict[str, dict[str, str]]:
+    """{module of the base: {"A", "B" or "magnitude": tensor of the adapter}}. Raises UserError for tensors of
+    any other kind."""
+    kinds = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude",
+             "lora_magnitude_vector.weight": "magnitude"}
+    modules: dict[str, dict[str, str]] = {}
+    strange = []
+    for name in stored.file:
+        match = re.fullmatch(rf"base_model\.model\.(.+)\.({'|'.join(map(re.escape, kinds))})", name)
+        if match:
+            modules.setdefault(match[1], {})[kinds[match[2]]] = name
+        else:
+            strange.append(name)
+    if strange:
+        raise UserError(listed("the adapter has tensors that are neither LoRA's nor DoRA's:", strange))
+    return modules
+
+
+def listed(title: str, lines: list[str]) -> str:
+    more = [f"... and {len(lines) - 8} more"] if len(lines) > 8 else []
+    return "\n  ".join([title, *lines[:8], *more])
+
+
+def check_config(config: dict, run: dict | None, file: Path) -> None:
+    """Raises UserError for an adapter that is no plain LoRA or DoRA, or that run.json describes otherwise."""
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{file}: peft_type is {config.get('peft_type')}; only LORA can be merged")
+    used = [f"{option} {config[option]}" for option in UNSUPPORTED if config.get(option)]
+    used += [f"bias {config['bias']}"] if config.get("bias", "none") != "none" else []
+    start = config.get("init_lora_weights")
+    used += [f"init_lora_weights {start}"] if isinstance(start, str) and start not in PLAIN_STARTS else []
+    if used:
+        raise UserError(f"{file}: {', '.join(used)}: cannot be merged here")
+    for flag, option in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
+        said = (run or {}).get("config", {}).get(flag, config.get(option))
+        if said != config.get(option):
+            raise UserError(f"run.json and adapter_config.json differ: {flag} {said}, {option} "
+                            f"{config.get(option)}; they are not of the same run")
+
+
+def check_modules(modules: dict, adapter: Checkpoint, base: Checkpoint, config: dict) -> None:
+    """Raises UserError, with the names, where a module lacks a part or a shape does not fit: A is (r, in),
+    B (out, r), the magnitude (out,), the base's weight (out, in)."""
+    parts, problems = {"A", "B"} | ({"magnitude"} if config.get("use_dora") else set()), []
+    for module, found in modules.items():
+        if set(found) != parts:
+            problems.append(f"{module}: has {', '.join(sorted(found))}, wanted {', '.join(sorted(parts))}")
+            continue
+        shape = base.shape.get(f"{module}.weight")
+        if shape is None:
+            problems.append(f"{module}: {base.folder} has no {module}.weight")
+            continue
+        wanted = dict(A=(config["r"], *shape[1:]), B=(shape[0], config["r"]), magnitude=(shape[0],))
+        problems += [f"{found[part]}: has shape {adapter.shape[found[part]]}, wanted {wanted[part]}"
+                     for part in sorted(parts) if adapter.shape[found[part]] != wanted[part]]
+    if problems:
+        raise UserError(listed("the adapter does not fit the base:", problems))
+
+
+def check_targets(modules: dict, base: Base, config: dict) -> None:
+    """Raises UserError where a target of adapter_config.json has no tensors, in all blocks or in some."""
+    targets = config.get("target_modules")
+    if not isinstance(targets, list):  # a pattern: which modules it is about is only known to PEFT
+        return
+    lacking = [name for name in targets if not any(("." + m).endswith("." + name) for m in modules)]
+    if not lacking and not config.get("layers_to_transform") and not config.get("exclude_modules"):
+        weights = [name.removesuffix(".weight") for block in base.blocks() for name in block.values()
+                   if name.endswith(".weight") and ".experts." not in name]
+        lacking = [name for name in weights
+                   if name not in modules and ("." + name).endswith(tuple("." + t for t in targets))]
+    if lacking:
+        raise UserError(listed("targets of adapter_config.json without tensors in the adapter:", lacking))
+
+
+def check_tied(modules: dict, base: Base) -> None:
+    """Raises UserError for an adapter on one of two tied weights: merged, it would change both."""
+    ends = [m for m in modules if m.split(".")[-1] in ENDS]
+    if ends:
+        from transformers import AutoConfig
+        if getattr(AutoConfig.from_pretrained(base.folder), "tie_word_embeddings", False):
+            raise UserError(f"{', '.join(ends)}: tied with another weight of the base, which a merge would "
+                            "change as well")
+
+
+def merge_linear(adapter: Checkpoint, parts: dict[str, str], scaling: float, weight):
+    """fp32 (out, in) -> W + s B A; for DoRA each row of that, scaled to the row's magnitude."""
+    a, b = (adapter.tensor(parts[part]).to(weight.dtype) for part in "AB")
+    weight = weight.addmm(b, a, alpha=scaling)
+    if "magnitude" in parts:
+        weight *= (adapter.tensor(parts["magnitude"]).to(weight.dtype) / weight.norm(dim=1)).view(-1, 1)
+    return weight
+
+
+def read_adapter(folder: Path, run: dict | None, base: Base) -> Change:
+    file, adapter = folder / "adapter_config.json", Checkpoint(folder, "adapter_model")
+    if adapter.unreadable:
+        raise UserError(f"{folder}: " + "; ".join(adapter.unreadable))
+    config, modules = read_json(file), read_modules(adapter)
+    check_config(config, run, file)
+    check_modules(modules, adapter, base.stored, config)
+    check_targets(modules, base, config)
+    check_tied(modules, base)
+    scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+    facts = dict(kind="dora" if config.get("use_dora") else "lora", r=config["r"],
+                 lora_alpha=config["lora_alpha"], use_rslora=bool(config.get("use_rslora")), scaling=scaling,
+                 targets=sorted({module.split(".")[-1] for module in modules}), linears=len(modules))
+    return Change({f"{module}.weight": partial(merge_linear, adapter, parts, scaling)
+                   for module, parts in modules.items()}, facts)
+
+
+# ------------------------------------------------------------------------------------------ Llama-Pro blocks
+
+def read_blocks(folder: Path, run: dict | None, base: Base) -> Change:
+    """Trained blocks take the place of the base's. Raises UserError unless they are just its new blocks."""
+    trained, new = Checkpoint(folder, "blocks"), new_blocks(base.folder)
+    if trained.unreadable:
+        raise UserError(f"{folder}: " + "; ".join(trained.unreadable))
+    blocks = base.blocks()
+    wanted = {name for index in new if index < len(blocks) for name in blocks[index].values()}
+    problems = [f"{name}: missing" for name in sorted(wanted - set(trained.file))]
+    problems += [f"{name}: not in the base's new blocks {new}" for name in trained.file if name not in wanted]
+    shapes = {name: (trained.shape[name], base.stored.shape[name]) for name in trained.file if name in wanted}
+    problems += [f"{name}: has shape {has}, wanted {want}" for name, (has, want) in shapes.items()
+                 if has != want]
+    if problems:
+        raise UserError(listed("the trained blocks do not fit the base:", problems))
+    functions = {name: lambda weight, name=name: trained.tensor(name).to(weight.dtype) for name in wanted}
+    return Change(functions, dict(kind="llama_pro", blocks=new, scaling=None, r=None, targets=[]))
+
+
+# -------------------------------------------------------------------------------------------- quantised base
+
+def dequantized(weight, recipe: dict):
+    """A plain (out, in) weight -> fp32, after quantising it as `recipe` says and back: what the run computed
+    with. Quantises in the weight's own dtype, as the run did."""
+    import torch
+    if recipe["name"] == "nf4":
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+        packed, state = quantize_4bit(weight.contiguous(), blocksize=recipe.get("block", 64),
+                                      compress_statistics=True, quant_type="nf4")
+        state.dtype = torch.float32
+        return dequantize_4bit(packed, state)
+    if recipe["name"] == "hqq":
+        from hqq.core.quantize import Quantizer
+        bits, dtype = recipe["n_bits"], getattr(torch, recipe.get("dtype", "float32"))
+        packed, meta = Quantizer.quantize(weight, nbits=bits, group_size=recipe["group_size"], axis=1,
+                                          round_zero=bits == 4, device=str(weight.device))
+        meta |= dict(scale=meta["scale"].to(dtype), zero=meta["zero"].to(dtype), compute_dtype=dtype)
+        return Quantizer.dequantize(packed, meta).float()
+    raise UserError(f"run.json names a quantiser that is not known here: {recipe['name']}")
+
+
+def find_recipe(run: dict | None, folder: Path) -> dict:
+    """How the run quantised its base. Raises UserError, with the reason, where there is no saying."""
+    if run is None:
+        reason = f"{folder} has no run.json, which says how the base was quantised"
+    elif "quantizer" not in run.get("model", {}):
+        reason = "run.json does not say how the base was quantised"
+    elif run["model"]["quantizer"] is None:
+        reason = "the run's base was not quantised, so there is nothing but the original weights"
+    else:
+        return run["model"]["quantizer"]
+    raise UserError(f"--merge_base dequantized: {reason}; use --merge_base original")
+
+
+def quantized_names(base: Base) -> set[str]:
+    """The weights that a run quantises: of the blocks' linears, without MoE routers. (And without Llama-Pro's
+    new blocks; but what is trained there takes the place of the base's whole tensor.)"""
+    return {name for block in base.blocks() for inner, name in block.items()
+            if name.endswith(".weight") and len(base.stored.shape[name]) == 2
+            and not NEVER_QUANTIZED.search(inner.split(".")[-2])}
+
+
+# --------------------------------------------------------------------------------------------------- merging
+
+READERS = {"adapter_config.json": read_adapter, "blocks.safetensors": read_blocks,
+           "blocks.safetensors.index.json": read_blocks}
+
+
+def find_reader(folder: Path) -> Callable:
+    """What reads this result. Raises UserError for a folder that holds none, or a whole model."""
+    if not folder.is_dir():
+        raise UserError(f"--adapter {folder}: no such folder; it takes the output folder of a training run")
+    for file, reader in READERS.items():
+        if (folder / file).is_file():
+            return reader
+    if (folder / "config.json").is_file():
+        raise UserError(f"--adapter {folder}: already a whole model, there is nothing to merge")
+    raise UserError(f"--adapter {folder}: none of {', '.join(READERS)} in it; pass the folder in which a run "
+                    "saved its final result")
+
+
+def find_base(name: str, reader: Callable, folder: Path, run: dict | None) -> Base:
+    """--base, or the model that the result names. Raises UserError where run.json has another fingerprint.
+    """
+    flag, recorded = "--base", (run or {}).get("model", {})
+    if not name:
+        if reader is read_adapter:
+            file = folder / "adapter_config.json"
+            name = read_json(file).get("base_model_name_or_path")
+        else:
+            file, name = folder / "run.json", recorded.get("folder")
+        flag = f"{file} names the base"
+        if not name:
+            raise UserError(f"{file} does not name the base; pass --base FOLDER_OR_ID")
+    try:
+        base = Base(name, *open_model(name, flag))
+    except UserError as error:
+        raise UserError(f"{error}; pass --base FOLDER_OR_ID" if flag != "--base" else str(error)) from error
+    wanted, found = recorded.get("fingerprint"), fingerprint(base.folder)
+    if wanted and wanted != found:
+        raise UserError(f"{name} is not the base of this run: its fingerprint (of config.json and of the "
+                        f"weight files' names and sizes) is {found}, run.json has {wanted}")
+    return base
+
+
+def merged_tensor(base: Base, name: str, function: Callable | None, recipe: dict | None, dtype: str):
+    """One tensor of the result, in `dtype`. Raises UserError where it is not finite, such as beyond fp16."""
+    import torch
+    tensor = base.stored.tensor(name)
+    if recipe is None and function is None and dtype == base.stored.dtype[name]:
+        return tensor
+    wide = dequantized(tensor, recipe) if recipe else tensor
+    wide = wide.to(torch.promote_types(tensor.dtype, torch.float32))
+    done = (function(wide) if function else wide).to(getattr(torch, dtype))
+    if not done.isfinite().all() and tensor.isfinite().all():
+        raise UserError(f"{name}: has values that are not finite after merging, in {dtype}")
+    return done
+
+
+def plan(base: Base, change: Change, recipe: dict | None, dtype: str | None) -> dict[str, dict[str, Entry]]:
+    """{file: {name: entry}} of the merged model, split as the base's."""
+    stored, quantized = base.stored, quantized_names(base) if recipe else set()
+    files: dict[str, dict[str, Entry]] = {file: {} for file in sorted(set(stored.file.values()))}
+    for name, file in stored.file.items():
+        target = dtype if dtype and "float" in stored.dtype[name] else stored.dtype[name]
+        make = partial(merged_tensor, base, name, change.functions.get(name),
+                       recipe if name in quantized else None, target)
+        files[file][name] = Entry(target, stored.shape[name], make)
+    return files
+
+
+def with_dtype(config: dict, dtype: str | None) -> dict:
+    """config.json, also of parts (text_config), naming the dtype of the weights."""
+    if dtype is None:
+        return config
+    config = {key: with_dtype(value, dtype) if isinstance(value, dict) and "model_type" in value else value
+              for key, value in config.items() if key != "torch_dtype"}
+    return config | dict(dtype=dtype)
+
+
+def merge(adapter: str, output_dir: str, base: str = "", merge_base: str = "original",
+          dtype: str = "keep") -> dict:
+    """Writes the merged model folder. Returns what merge.json in it says. Raises UserError for anything that
+    a person can mend; then nothing is left behind."""
+    check_new_folder(output_dir)
+    folder = Path(adapter).expanduser().absolute()
+    reader = find_reader(folder)
+    run = read_json(folder / "run.json") if (folder / "run.json").is_file() else None
+    recipe = find_recipe(run, folder) if merge_base == "dequantized" else None
+    found = find_base(base, reader, folder, run)
+    change = reader(folder, run, found)
+    facts = dict(adapter=str(folder), base=found.name, base_fingerprint=fingerprint(found.folder),
+                 merge_base=merge_base, quantizer=recipe, dtype=dtype, **change.facts)
+    files = plan(found, change, recipe, DTYPES[dtype])
+    with staged(output_dir) as stage:
+        write_model(stage, files)
+        if (folder / "tokenizer_config.json").is_file():
+            copy_companions(folder, stage)
+        copy_companions(found.folder, stage)
+        write_json(stage / "merge.json", facts)
+        write_json(stage / "config.json", with_dtype(found.config, DTYPES[dtype]))
+    return facts
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+def main(
+    adapter: str = "output",  # output folder of a training run: an adapter or trained Llama-Pro blocks
+    output_dir: str = "",  # new folder for the merged model
+    base: str = "",  # base model; default: the one that the result names
+    merge_base: str = "original",  # weights to merge into: original, or dequantized (as the run saw them)
+    dtype: str = "keep",  # of the merged weights: keep (the base's), bf16, fp16 or fp32
+):
+    "Merge an adapter, or trained Llama-Pro blocks, into the base: a plain model folder."
+    try:
+        for flag, value, choices in (("merge_base", merge_base, MERGE_BASES), ("dtype", dtype, DTYPES)):
+            if value not in choices:
+                raise UserError(f"--{flag} {value}: choose from {', '.join(choices)}")
+        if not output_dir:
+            raise UserError("pass --output_dir FOLDER")
+        facts = merge(adapter, output_dir, base, merge_base, dtype)
+    except (UserError, OSError) as error:
+        sys.exit(f"merge.py: {error}")
+    what = f"blocks {facts['blocks']}" if "blocks" in facts else f"{facts['linears']} linears, " \
+        f"r {facts['r']}, scaling {facts['scaling']:g}"
+    print(f"merged {facts['kind']} ({what}) into the {merge_base} weights of {facts['base']}: {output_dir}")
+
+
+if __name__ == "__main__":
+    from fastcore.script import call_parse
+    sys.argv = kebab_flags(sys.argv)
+    call_parse(main)

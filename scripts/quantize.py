@@ -1,0 +1,146 @@
+"""Quantisers for frozen linears. Each gives a weight of (rows, columns) as uint8 parts, and the weight back
+from them.
+
+A part's first dimension is what FSDP shards, and every part is uint8, so that no mixed precision policy can
+round it: floating-point statistics are kept as their bytes. Add a quantiser: one class with the members of
+NF4, one row of QUANTIZERS.
+"""
+import functools
+import math
+
+import torch
+
+
+def as_bytes(column: torch.Tensor) -> torch.Tensor:
+    """(n, ...) of any dtype -> the same memory as (n, bytes) uint8."""
+    return column.contiguous().view(len(column), -1).view(torch.uint8)
+
+
+@functools.cache
+def dynamic_map(device: torch.device) -> torch.Tensor:
+    from bitsandbytes.functional import create_dynamic_map
+    return create_dynamic_map().to(device)
+
+
+class NF4:
+    """4-bit NormalFloat with double quantisation (QLoRA, arXiv:2305.14314), bit for bit as bitsandbytes'
+    Linear4bit."""
+    by_rows = True  # rows can be quantised by themselves; only the second level needs the statistics of all
+    block, block2, bits = 64, 256, 4 + 8 / 64 + 32 / (64 * 256)
+
+    def __init__(self, config=None):
+        self.recipe = dict(name="nf4", block=self.block, double_quantized=True)
+
+    def shapes(self, rows: int, columns: int) -> dict[str, tuple[int, int]]:
+        """Whole (unsharded) shapes of the parts."""
+        blocks = rows * columns // self.block
+        return dict(weight=(rows, columns // 2), absmax=(rows, columns // self.block),
+                    absmax2=(-(-blocks // self.block2), 4), offset=(1, 4))
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        """Why a weight of this shape cannot be quantised: a block would straddle rows."""
+        return f"in_features must be a multiple of {self.block}" if columns % self.block else None
+
+    def quantize_rows(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(r, columns) -> packed (r, columns/2) uint8 and absmax (r, columns/64) fp32, of these rows alone.
+        """
+        ops, weight = torch.ops.bitsandbytes, weight.contiguous()
+        packed, absmax = ops.quantize_4bit(weight, self.block, "nf4", torch.uint8)
+        return packed.view(len(weight), -1), absmax.view(len(weight), -1)
+
+    def quantize_statistics(self, absmax: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The second level, over the absmax of the whole weight: its mean, and 8-bit blocks of 256 across
+        rows."""
+        flat, ops, table = absmax.flatten(), torch.ops.bitsandbytes, dynamic_map(absmax.device)
+        offset = flat.mean()
+        codes, absmax2 = ops.quantize_blockwise(flat - offset, table, self.block2)
+        return dict(absmax=codes.view_as(absmax), absmax2=as_bytes(absmax2), offset=as_bytes(offset.view(1)))
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """All parts of a whole weight."""
+        packed, absmax = self.quantize_rows(weight)
+        return dict(weight=packed, **self.quantize_statistics(absmax))
+
+    def dequantize(self, parts, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """`parts`: anything with the parts, whole, as attributes."""
+        ops, codes, table = torch.ops.bitsandbytes, parts.absmax.flatten(), dynamic_map(parts.absmax.device)
+        absmax2, offset = (part.view(torch.float32).flatten() for part in (parts.absmax2, parts.offset))
+        absmax = ops.dequantize_blockwise(codes, absmax2, table, self.block2, torch.float32)
+        return ops.dequantize_4bit(parts.weight, absmax + offset, self.block, "nf4", shape, dtype)
+
+
+class HQQ:
+    """Half-quadratic quantisation (mobiusml.github.io/hqq_blog) in 8, 4, 3 or 2 bits, by hqq's own Quantizer,
+    groups along rows (axis 1). Its solver stops on the error of the whole weight and its packing pairs
+    distant groups, so a weight is quantised whole, by one rank, and sharded afterwards."""
+    by_rows = False
+    packed_per_group = {8: 1, 4: 2, 3: 10, 2: 4}  # groups that share a word: a byte, or for 3 bits an int32
+
+    def __init__(self, config):
+        self.n_bits, self.group = config.n_bits or 4, config.hqq_group_size
+        self.dtype = config.numbers.compute  # of scale and zero, and of the arithmetic of dequantisation
+        self.bits = self.n_bits + 16 * self.dtype.itemsize / self.group
+        self.recipe = dict(name="hqq", n_bits=self.n_bits, group_size=self.group, axis=1,
+                           dtype=str(self.dtype).removeprefix("torch."))
+
+    def shapes(self, rows: int, columns: int) -> dict[str, tuple[int, int]]:
+        groups, size = rows * columns // self.group, self.dtype.itemsize
+        packed, width = -(-groups // self.packed_per_group[self.n_bits]), 4 if self.n_bits == 3 else 1
+        return dict(weight=(packed, self.group * width), scale=(groups, size), zero=(groups, size))
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        if columns % self.group:
+            return f"in_features must be a multiple of --hqq_group_size {self.group}"
+        together = self.packed_per_group[self.n_bits]
+        if self.n_bits != 3 and rows * columns // self.group % together:
+            return f"the number of groups must be a multiple of {together} for {self.n_bits} bits"
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        from hqq.core.quantize import Quantizer
+        packed, meta = Quantizer.quantize(
+            weight, nbits=self.n_bits, group_size=self.group, axis=1, device=str(weight.device),
+            round_zero=self.n_bits == 4)  # as hqq's own default configuration does
+        scale, zero = (as_bytes(meta[name].to(self.dtype)) for name in ("scale", "zero"))
+        return dict(weight=as_bytes(packed), scale=scale, zero=zero)
+
+    def dequantize(self, parts, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """(codes - zero) * scale, group by group, as hqq's own."""
+        packed = parts.weight.view(torch.int32) if self.n_bits == 3 else parts.weight
+        scale, zero = (part.view(self.dtype) for part in (parts.scale, parts.zero))
+        if aten := compiled_kernel(packed.device, self.n_bits, self.group, self.dtype):
+            return aten(packed, scale, zero, shape).to(dtype)
+        return self.unpacked(packed, scale, zero, shape).to(dtype)
+
+    def unpacked(self, packed, scale, zero, shape: tuple[int, int]) -> torch.Tensor:
+        from hqq.core.quantize import Quantizer
+        codes = Quantizer.unpack[Quantizer.bit_to_packing[self.n_bits]](packed, dtype=self.dtype)
+        codes = codes[:math.prod(shape) // self.group]  # 3 bits are padded to ten groups a word
+        return codes.sub_(zero).mul_(scale).view(shape)
+
+
+@functools.cache
+def compiled_kernel(device: torch.device, n_bits: int, group: int, dtype: torch.dtype):
+    """hqq's compiled dequantisation, where it is installed and gives what plain torch gives on a trial
+    weight."""
+    from hqq.core import quantize
+    if not getattr(quantize, "hqq_aten_is_available", False):
+        return None
+    packing = quantize.Quantizer.bit_to_packing[n_bits]
+
+    def kernel(packed, scale, zero, shape):
+        return quantize.hqq_aten_dequantize(packed, scale, zero, *shape, group, n_bits, 1, packing)
+    plain = HQQ.__new__(HQQ)
+    plain.n_bits, plain.group, plain.dtype = n_bits, group, dtype
+    shape = (40, 4 * group)
+    trial = plain.quantize(torch.linspace(-1, 1, math.prod(shape), device=device).sin().view(shape))
+    packed = trial["weight"].view(torch.int32) if n_bits == 3 else trial["weight"]
+    scale, zero = trial["scale"].view(dtype), trial["zero"].view(dtype)
+    try:
+        found = kernel(packed, scale, zero, shape).to(dtype)
+        same = torch.allclose(found, plain.unpacked(packed, scale, zero, shape))
+    except Exception:  # an extension built for something else fails in ways of its own
+        return None
+    return kernel if same else None
+
+
+QUANTIZERS = {"nf4": NF4, "hqq": HQQ}
