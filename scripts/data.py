@@ -277,10 +277,11 @@ def describe(samples: Samples, counts: Counts, config) -> list[str]:
              f"{counts.supervised_tokens / kept:.1f} of {counts.total_tokens / kept:.1f} per sample",
              f"packed: {len(rows):,} rows of {config.context_length:,}, {full:.1f}% of positions used",
              "tokens per sample"]
-    numbers, edges = np.histogram(lengths, bins=min(10, int(np.ptp(lengths)) + 1))
-    for number, low, high in zip(numbers, edges, edges[1:]):
+    edges = np.unique(np.linspace(lengths.min(), lengths.max() + 1, 11).astype(int))
+    numbers, _ = np.histogram(lengths, bins=edges)
+    for number, low, high in zip(numbers, edges, edges[1:] - 1):
         bar = "#" * -(-40 * int(number) // int(numbers.max()))
-        lines.append(f"{int(np.ceil(low)):>8,} to {int(high):>6,} {number:>9,} {bar}".rstrip())
+        lines.append(f"{low:>8,} to {high:>6,} {number:>9,} {bar}".rstrip())
     return lines
 
 

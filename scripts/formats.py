@@ -131,7 +131,7 @@ def _csv(file: BinaryIO) -> Iterator[tuple[str, object]]:
                 row = DataError(f"has fewer fields than the header; missing: {', '.join(missing)}")
             yield f"line {reader.line_num}", row
     except csv.Error as error:
-        raise Unreadable(f"line {reader.line_num}: not valid CSV ({error})") from None
+        raise Unreadable(f"line {reader.reader.line_num}: not valid CSV ({error})") from None
 
 
 def _parquet(file: BinaryIO) -> Iterator[tuple[str, object]]:

@@ -162,7 +162,8 @@ def logits(
 
 
 def fp16_overflow(runtime: train.Runtime, folder: str, flags: dict) -> dict:
-    """An infinite gradient on the last rank only: all ranks must skip the step and lower the scale together."""
+    """An infinite gradient on the last rank only: all ranks must skip the step and lower the scale together.
+    """
     config = configuration(folder, **flags)
     model = train.build(config, Path(folder), runtime)
     training = train.make_training(model, config, runtime, 2)

@@ -24,7 +24,8 @@ def pool():
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """(name, train type) -> folder of a tiny random model, made when first asked for; with added blocks for Llama-Pro."""
+    """(name, train type) -> folder of a tiny random model, made when first asked for; with added blocks for
+    Llama-Pro."""
     import tiny
     import train
 

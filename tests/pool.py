@@ -77,7 +77,8 @@ class Pool:
         self.ranks = []
 
     def run(self, world: int, name: str, *args, local_world: int | None = None, timeout: float = 240) -> list:
-        """Results of the case `name` from ranks 0..world-1. Raises RankError with the first rank's traceback."""
+        """Results of the case `name` from ranks 0..world-1. Raises RankError with the first rank's traceback.
+        """
         if not self.ranks:
             self.start()
         place = dict(

@@ -1,16 +1,20 @@
 """Promises of scripts/data.py and scripts/demo.py: what is supervised, who sees what, what is refused."""
 
+import gzip
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from scripts import data, demo, formats
+from scripts import data, demo, formats, tokens
 from scripts.data import IGNORE, DataError, Sample
 
 ROWS = [
@@ -433,3 +437,299 @@ def test_demo_model_out_of_reach_says_what_to_pass(monkeypatch, tmp_path):
 def test_flags_in_both_spellings():
     argv = ["x_y.py", "--max_new_tokens", "my_file", "--out_dir=a_b", "--n-k"]
     assert data.kebab_flags(argv) == ["x_y.py", "--max-new-tokens", "my_file", "--out-dir=a_b", "--n-k"]
+
+
+# ---------------------------------------------------------------------------------- one entry for every source
+
+QA = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(10)]
+CONFIG = dict(
+    dataset_samples=None, dataset_format="auto", dataset_columns="", chat_template=False,
+    train_on="completions", truncation="right", packing=False, group_by_length=False, context_length=512,
+    skip_bad_rows=False, seed=1, model_name="",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def prepare(dataset, tok, **flags):
+    return data.prepare(SimpleNamespace(**CONFIG | flags, dataset=str(dataset)), tok)
+
+
+def answers(samples, tok):
+    return [tok.decode([i for i in sample.labels if i != IGNORE]).removesuffix("</s>") for sample in samples]
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def table(rows):
+    cells = [[f'"{value}"' for value in row.values()] for row in rows]
+    return "\n".join(map(",".join, [list(rows[0]), *cells]))
+
+
+def save_as(folder, kind, rows=QA):
+    """The rows in a file or folder of this kind; the text that names it."""
+    import datasets
+
+    texts = {".json": json.dumps, ".jsonl": lines, ".csv": table}
+    name, packed = kind.removesuffix(".gz"), kind.endswith(".gz")
+    if name in texts:
+        text = texts[name](rows).encode()
+        return write(folder, f"rows{kind}", gzip.compress(text) if packed else text)
+    made = datasets.Dataset.from_list(rows)
+    if kind == ".parquet":
+        made.to_parquet(folder / "rows.parquet")
+        return str(folder / "rows.parquet")
+    split = datasets.DatasetDict({"train": made, "test": made.select(range(3))})
+    (made if kind == "folder" else split).save_to_disk(folder / "saved")
+    return str(folder / "saved") + (":test" if kind == "split" else "")
+
+
+KINDS_OF_FILES = [".json", ".json.gz", ".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".parquet"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS_OF_FILES, "folder", "splits", "split"])
+def test_every_kind_of_source(tmp_path, bpe, kind):
+    samples, counts = prepare(save_as(tmp_path, kind), bpe)
+    wanted = [row["answer"] for row in QA][: 3 if kind == "split" else 10]
+    assert answers(samples, bpe) == wanted and counts.kept == len(samples) == len(wanted)
+    again, same = prepare(save_as(tmp_path / "b", kind) if kind[0] != "." else tmp_path / f"rows{kind}", bpe)
+    assert same == counts and again.fingerprint == samples.fingerprint
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The cache of `datasets` with owner/some_set in it, and no network."""
+    import datasets
+
+    rows = save_as(tmp_path, ".parquet")
+    root = tmp_path / "hub"
+    with data.quiet():
+        datasets.load_dataset("parquet", data_files={"train": rows, "test": rows}, cache_dir=str(root))
+    (found,) = root.glob("parquet/*/*/*/dataset_info.json")
+    target = root / "owner___some_set" / "default" / "0.0.0" / ("a" * 40)
+    shutil.copytree(found.parent, target)
+    for file in target.glob("parquet-*"):
+        file.rename(file.with_name(file.name.replace("parquet-", "some_set-")))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", root)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def test_hub_datasets_come_from_the_local_cache_when_offline(hub, bpe, monkeypatch):
+    for name in ("owner/some_set", "owner/some_set:test", "owner/some_set:train@main"):
+        samples, _ = prepare(name, bpe)
+        assert answers(samples, bpe) == [row["answer"] for row in QA]
+    assert len(prepare("owner/some_set:train[:4]", bpe)[0]) == 4
+    monkeypatch.setitem(data.SOURCES, "alpaca_sample", "owner/some_set")
+    monkeypatch.setattr(data, "ALPACA_SAMPLE", 6)
+    assert len(prepare("alpaca_sample", bpe)[0]) == 6
+    assert len(prepare("alpaca_sample", bpe, dataset_samples=2)[0]) == 2
+    with pytest.raises(DataError, match=r'owner/some_set:no: Unknown split "no".*train.*test'):
+        prepare("owner/some_set:no", bpe)
+    with pytest.raises(DataError, match="owner/unknown"):
+        prepare("owner/unknown", bpe)
+
+
+def test_names_of_the_ancestor():
+    names = {"alpaca", "alpaca_sample", "dummy", "guanaco", "sql", "orca_math", "demo"}
+    assert set(data.SOURCES) == names
+    assert all(len(data.parse_sources(name)) == 1 for name in names)
+
+
+def test_weights_are_relative_to_the_largest(tmp_path, bpe):
+    a = write(tmp_path, "a.jsonl", lines(QA))
+    b = write(tmp_path, "b.jsonl", lines([dict(row, answer="b" + row["answer"]) for row in QA * 2]))
+    samples, counts = prepare(f"{a}=0.8, {b}=0.2", bpe)
+    found = answers(samples, bpe)
+    assert len(samples) == counts.kept == 15 and found[:10] == [row["answer"] for row in QA]
+    assert len({answer for answer in found[10:] if answer.startswith("b")}) >= 3
+    assert counts.total_tokens == sum(samples.lengths) == sum(len(s.ids) for s in samples)
+    assert answers(prepare(f"{a}=0.8, {b}=0.2", bpe)[0], bpe) == found
+    assert answers(prepare(f"{a}=0.8, {b}=0.2", bpe, seed=2)[0], bpe)[10:] != found[10:]
+    assert len(prepare(f"{a},{b}", bpe)[0]) == 30 and len(prepare(f"{a},{b}", bpe, dataset_samples=4)[0]) == 8
+    for bad, message in (("=x", "'x' is not a number"), ("=0", "above 0"), ("=-1", "above 0"), ("=inf", "above")):
+        with pytest.raises(DataError, match=message):
+            data.parse_sources(a + bad)
+
+
+def test_another_set_for_evaluation_is_not_limited(tmp_path, bpe):
+    config = SimpleNamespace(**CONFIG | dict(dataset="dummy", dataset_samples=2))
+    path = write(tmp_path, "a.jsonl", lines(QA))
+    assert len(data.prepare(config, bpe)[0]) == 2 and len(data.prepare(config, bpe, dataset=path)[0]) == 10
+
+
+def test_a_path_with_a_comma_or_an_equals_sign(tmp_path, bpe):
+    for name in ("a,b.jsonl", "a=1.jsonl"):
+        assert len(prepare(write(tmp_path, name, lines(QA)), bpe)[0]) == 10
+
+
+GOOD_QA = '{"question": "a", "answer": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("a.jsonl", GOOD_QA + "{\n", r"a\.jsonl, line 2: not valid JSON"),
+        ("a.jsonl", GOOD_QA.encode() + b'{"question": "\xff"}\n', r"line 2: not UTF-8 text"),
+        ("a.jsonl", GOOD_QA + '{"question": "a", "answer": 1}', 'line 2: "answer" must be a string, not int'),
+        ("a.jsonl", GOOD_QA + '\n{"question": "a"}', 'line 3: "answer" is missing; the row has question'),
+        ("a.jsonl", GOOD_QA + '{"question": "a", "answer": ""}', 'line 2: "answer" is empty'),
+        ("a.jsonl", "[" * 100_000, "line 1: not valid JSON"),
+        ("a.json", "[" + GOOD_QA + GOOD_QA + "]", r"a\.json, line 2: not valid JSON"),
+        ("a.json", "[" + GOOD_QA + ",]", r"a\.json, line 2: not valid JSON"),
+        ("a.json", "[" + GOOD_QA, r"a\.json, line 2: not valid JSON"),
+        ("a.json", b'[{"question":\n "\xff"}]', r"a\.json, line 2: not UTF-8"),
+        ("a.json", "[" * 100_000, r"a\.json, line 1: not valid JSON"),
+        ("a.csv", "question,answer\na,b,c", r"a\.csv, line 2: has more fields than the header"),
+        ("a.csv", "question,answer\na", r"a\.csv, line 2: has fewer fields than the header; missing: answer"),
+        ("a.csv", 'question,answer\na,"b', r"a\.csv, line 2: not valid CSV"),
+        ("a.csv", b"question,answer\na,\xff", r"a\.csv, line 2: not UTF-8"),
+        ("a.parquet", "PAR1", "is not a readable parquet file"),
+        ("a.jsonl.gz", "no gzip", "is damaged"),
+        ("a.jsonl.gz", gzip.compress(lines(QA).encode())[:-9], "is damaged"),
+        ("a.jsonl", GOOD_QA.replace("question", "foo"), "line 1: no format fits the columns foo, answer; known"),
+    ],
+)
+def test_bad_files_of_all_kinds(tmp_path, bpe, name, text, message):
+    text = text if isinstance(text, bytes) else text.encode()
+    with pytest.raises(DataError, match=message):
+        prepare(write(tmp_path, name, text), bpe)
+
+
+def test_skip_bad_rows_goes_on(tmp_path, bpe):
+    text = b'{"question": 1}\n' + GOOD_QA.encode() + b'{\n{"question": "\xff"}\n[1]\n' + GOOD_QA.encode()
+    samples, counts = prepare(write(tmp_path, "a.jsonl", text), bpe, skip_bad_rows=True)
+    assert (counts.kept, counts.skipped, len(samples)) == (2, 4, 2)
+    assert len(samples.problems) == 1 and "a.jsonl, line 1: " in samples.problems[0]
+
+
+def test_marks_long_lines_and_quotes_are_accepted(tmp_path, bpe):
+    long = {"question": "a", "answer": "x" * 1_000_000}
+    samples, counts = prepare(write(tmp_path, "a.jsonl", b"\xef\xbb\xbf" + lines([long]).encode()), bpe)
+    assert counts.truncated == 1 and samples.lengths == [512]
+    text = '\ufeffquestion,answer\r\n"a ""b""\nc","d, e"\r\n'
+    samples, _ = prepare(write(tmp_path, "a.csv", text), bpe)
+    assert 'a "b"\nc\n' in bpe.decode(samples[0].ids) and answers(samples, bpe) == ["d, e"]
+
+
+def test_a_folder_that_was_not_saved_by_datasets(tmp_path, bpe):
+    with pytest.raises(DataError, match="neither a file nor a folder that"):
+        prepare(tmp_path, bpe)
+    with pytest.raises(DataError, match="has the splits train, test; choose one with"):
+        prepare(save_as(tmp_path, "splits") + ":dev", bpe)
+
+
+def test_samples_are_a_sequence(tmp_path, bpe):
+    samples, _ = prepare(write(tmp_path, "a.jsonl", lines(QA)), bpe)
+    assert samples[-1] == samples[9] and samples[2:4] == [samples[2], samples[3]]
+    assert [len(sample.ids) for sample in samples] == samples.lengths
+    with pytest.raises(IndexError):
+        samples[10]
+    assert data.collate(samples[:2], 0)["input_ids"].shape[0] == 2
+
+
+# --------------------------------------------------------------------------------------------- tokens on disk
+
+
+def test_the_second_start_tokenises_nothing(tmp_path, bpe, monkeypatch):
+    path = write(tmp_path, "a.jsonl", lines(QA))
+    first, counts = prepare(path, bpe)
+    monkeypatch.setattr(tokens, "build", lambda *args: pytest.fail("tokenised again"))
+    second, same = prepare(path, bpe)
+    assert list(second) == list(first) and same == counts and repr(second) == repr(first)
+    assert isinstance(second.tables[0].ids, np.memmap)
+    copy = write(tmp_path, "b.jsonl", lines(QA))
+    assert len(prepare(copy, bpe)[0]) == 10
+
+
+def test_whatever_changes_tokens_makes_new_ones(tmp_path):
+    path, keys = tmp_path / "a.jsonl", set()
+    changes = [{}, dict(train_on="all"), dict(context_length=60), dict(truncation="drop"), dict(dataset_samples=3)]
+    changes += [dict(skip_bad_rows=True), dict(dataset_format="question_answer")]
+    for kind in ({}, dict(bos=True)):
+        for flags in changes:
+            for rows in (QA, QA[:5]):
+                write(tmp_path, path.name, lines(rows))
+                prepare(path, build_tokenizer(**kind), **flags)
+                keys = set((tmp_path / "cache" / "qshard" / "tokens").glob("*.safetensors"))
+    assert len(keys) == 2 * len(changes) * 2
+    tok = build_tokenizer()
+    tok.chat_template = "{{ messages[0].content }}"
+    prepare(path, tok)
+    assert len([*(tmp_path / "cache" / "qshard" / "tokens").glob("*.safetensors")]) == len(keys) + 1
+
+
+def test_a_broken_file_of_tokens_is_made_again(tmp_path, bpe):
+    path = write(tmp_path, "a.jsonl", lines(QA))
+    first = list(prepare(path, bpe)[0])
+    (kept,) = tokens.cache_folder().glob("*.safetensors")
+    whole = kept.read_bytes()
+    for broken in (b"", whole[:5], whole[:60], whole[:-3], b"\xff" * len(whole)):
+        kept.write_bytes(broken)
+        assert list(prepare(path, bpe)[0]) == first and kept.read_bytes() == whole
+    assert not list(tokens.cache_folder().glob("*.tmp"))
+
+
+def test_no_place_for_tokens_is_no_problem(tmp_path, bpe, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", write(tmp_path, "file", ""))
+    assert len(prepare("dummy", bpe)[0]) == 256
+
+
+JOB = """
+import sys; sys.path[:0] = {paths!r}
+from types import SimpleNamespace
+from scripts import data, tokens
+import test_data
+build = tokens.build
+def noted(*args, **kwargs):
+    print("tokenised", flush=True)
+    return build(*args, **kwargs)
+tokens.build = noted
+samples, _ = data.prepare(SimpleNamespace(**test_data.CONFIG, dataset={path!r}), test_data.build_tokenizer())
+print(samples.fingerprint)
+"""
+
+
+def test_two_jobs_share_one_empty_cache(tmp_path, bpe):
+    path = write(tmp_path, "a.jsonl", lines(QA * 300))
+    root = Path(data.__file__).parents[1]
+    code = JOB.format(paths=[str(root), str(root / "tests")], path=path)
+    jobs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in "ab"]
+    printed = [job.communicate()[0].split() for job in jobs]
+    assert {lines[-1] for lines in printed} == {prepare(path, bpe)[0].fingerprint}
+    assert sum("tokenised" in lines for lines in printed) == 1
+
+
+# ------------------------------------------------------------------------------------- a look at what is trained
+
+
+def show(*flags):
+    script = Path(data.__file__)
+    return subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, cwd="/")
+
+
+def test_the_command_shows_what_is_trained_on(tmp_path):
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [*QA, {"question": "x", "answer": ""}]
+    path = write(tmp_path, "a.jsonl", lines(rows))
+    flags = ["--dataset", path, "--model_name", str(tmp_path / "model"), "--skip_bad_rows", "true", "--show=2"]
+    done = show(*flags, "--png", str(tmp_path / "a.png"))
+    assert done.returncode == 0, done.stderr
+    assert "kept 10 samples (0 cut), dropped 0, skipped 1 bad rows" in done.stdout
+    assert 'a.jsonl, line 11: "answer" is empty' in done.stdout and "##" in done.stdout
+    assert len(re.findall(r"###Answer:\n⟦It is \d\.</s>⟧", done.stdout)) == 2 and "\033" not in done.stdout
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    done = show(*flags[:4])
+    assert done.returncode == 1 and "line 11" in done.stderr and "Traceback" not in done.stderr
+    done = show("--dataset", "dummy", "--model-name", str(tmp_path / "none"))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+
+
+def test_colours_on_a_terminal(bpe):
+    sample = Sample(bpe("ab")["input_ids"], [IGNORE, bpe("b")["input_ids"][0]])
+    assert data.marked(sample, bpe, color=True) == "a\033[32mb\033[0m"
+    assert data.marked(sample, bpe, color=False) == "a⟦b⟧"

@@ -1,4 +1,5 @@
-"""Flags and what they name: good ones become a configuration, bad ones a short message and nothing on disk."""
+"""Flags and what they name: good ones become a configuration, bad ones a short message and nothing on disk.
+"""
 
 import dataclasses
 import os
@@ -52,7 +53,8 @@ FSDP_QLORA = """--world_size 2 --master_port 12356 --model_name meta-llama/Llama
  --dataset alpaca"""
 FOUR_A100 = """--world_size 4 --master_port 12356 --model_name meta-llama/Llama-2-70b-hf
  --gradient_accumulation_steps 4 --batch_size 2 --context_length 512 --precision bf16_buffers_autocast
- --train_type {} --use_gradient_checkpointing true {}--use_cpu_offload false --log_to stdout --dataset alpaca"""
+ --train_type {} --use_gradient_checkpointing true {}--use_cpu_offload false --log_to stdout --dataset
+ alpaca"""
 ALL_FLAGS = """--lora_rank 64 --lora_alpha 16 --lora_dropout 0.1 --lora_target_modules all --lr 1e-5
  --apply_gradient_clipping false --grad_norm 0.3 --wd 0.1 --optimizer adamw --lr_scheduler constant
  --loading_workers -1 --master_addr localhost --seed 42 --project_name fsdp_qlora --num_epochs 1

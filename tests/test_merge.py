@@ -75,7 +75,7 @@ def edit(file: Path, **changes) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-# -------------------------------------------------------------------------------------------- merged weights
+# --------------------------------------------------------------------------------------------- merged weights
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_one_base_tensor_at_a_time(lora, tmp_path, monkeypatch):
     assert most == dict(base=1, adapter=2)
 
 
-# ------------------------------------------------------------------------------------------- quantised bases
+# -------------------------------------------------------------------------------------------- quantised bases
 
 
 @pytest.mark.parametrize("options", [{}, dict(use_dora=True)], ids=["lora", "dora"])
@@ -247,7 +247,7 @@ def test_the_runs_own_quantisers_agree():
         )
 
 
-# ------------------------------------------------------------------------------------------ Llama-Pro blocks
+# ------------------------------------------------------------------------------------------- Llama-Pro blocks
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def test_blocks_of_another_model(llama_pro, models, tmp_path):
         merge.merge(str(llama_pro), str(tmp_path / "out"), base=models("llama"))
 
 
-# -------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------------- refusals
 
 
 def refused(text: str, *args, **kwargs) -> None:
@@ -419,7 +419,7 @@ def test_bad_flags(lora, tmp_path):
         assert not Path(out).exists()
 
 
-# ------------------------------------------------------------------------------------------------ the writer
+# ------------------------------------------------------------------------------------------------- the writer
 
 
 def entries(tensors: dict) -> dict:

@@ -62,7 +62,8 @@ def alone(pool, models):
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("train_type", TRAIN_TYPES)
 def test_world_sizes(pool, models, alone, train_type, world):
-    """A global batch of 12, cut into 1, 2, 3, 4 parts: shards of 300, 128, 64 and 8 rows do not divide by 3."""
+    """A global batch of 12, cut into 1, 2, 3, 4 parts: shards of 300, 128, 64 and 8 rows do not divide by 3.
+    """
     wanted = alone("llama", dict(train_type=train_type, batch_size=12), 4, 24)
     flags = dict(train_type=train_type, batch_size=12 // world)
     for found in pool.run(world, "fit", models("llama", train_type), flags, 4, 24):
@@ -179,7 +180,8 @@ def test_all_that_is_trained_moves_and_nothing_else(alone, train_type, precision
     "checkpointing", [dict(reentrant_checkpointing=r, use_gradient_checkpointing=True) for r in (True, False)]
 )
 def test_checkpointed_adapters_move(pool, models, checkpointing):
-    """With frozen embeddings, reentrant checkpointing silently trains nothing unless its input requires grad."""
+    """With frozen embeddings, reentrant checkpointing silently trains nothing unless its input requires grad.
+    """
     result = pool.run(
         2, "fit", models("llama-tied"), dict(train_type="qlora", precision="mp_bf16", **checkpointing), 2
     )[0]
@@ -261,7 +263,8 @@ def reference_model(folder: str, train_type: str, start: dict):
 
 
 def reference_fit(model, samples: list, batch_size: int, count: int):
-    """A plain loop: padded batches with an attention mask, whole logits, cross-entropy, AdamW, one process."""
+    """A plain loop: padded batches with an attention mask, whole logits, cross-entropy, AdamW, one process.
+    """
     from scripts import data
 
     model.train()  # in eval mode bitsandbytes repacks weights for bf16 on a CPU
@@ -301,5 +304,5 @@ def test_against_the_libraries(alone, models, train_type, model):
     assert found["norms"] == pytest.approx(norms, rel=3 * AFTER_ADAM)
     ends = {name: named[name].detach() for name in found["end"]}
     assert distance(found["end"], ends) <= 2e-3 * distance(found["end"], found["start"])
-    for name, tensor in found["end"].items():  # single tensors (a key's, whose gradients nearly vanish) stray further
+    for name, tensor in found["end"].items():  # a key's gradients nearly vanish: it strays further
         assert (ends[name] - tensor).norm() <= 2e-2 * (tensor - found["start"][name]).norm(), name

@@ -103,7 +103,7 @@ def test_adapter_folder(pool, models, tmp_path):
         str(output),
     )
     config = json.loads((output / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (8, 16, ["down_proj", "q_proj"])
+    assert (config["r"], config["lora_alpha"], sorted(config["target_modules"])) == (8, 16, ["down_proj", "q_proj"])
     assert config["base_model_name_or_path"] == models("llama") and config["task_type"] == "CAUSAL_LM"
     model = AutoModelForCausalLM.from_pretrained(models("llama"))
     model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "down_proj"]))

@@ -243,3 +243,40 @@ def test_repeated_runs_end_normally(models, dataset, tmp_path):
         )
         assert done.returncode == 0, (number, done.stderr)
         assert "terminate" not in done.stderr and "Abort" not in done.stderr
+
+
+def test_fsdp_qloras_full_command_runs(models, dataset, tmp_path):
+    """Its README's command for --train_type full, with a small model and file in place of Llama-2 and alpaca."""
+    output = tmp_path / "out"
+    flags = """--world_size 2 --master_port {port} --gradient_accumulation_steps 4 --batch_size 8 --context_length 512
+    --precision bf16 --train_type full --use_gradient_checkpointing true --use_cpu_offload false
+    --use_activation_cpu_offload false --log_to wandb --model_name {model} --dataset {dataset} --output_dir {output}"""
+    given = flags.format(port=free_port(), model=models("llama"), dataset=dataset, output=output).split()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *given],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert (output / "model.safetensors").exists() and (output / "config.json").exists()
+    assert len(rows(output)) == 1  # 12 examples in one window of 8 x 4 x 2
+
+
+@pytest.mark.parametrize("train_type", ["hqq_dora", "bnb_llama_pro"])
+def test_other_results_and_their_next_command(models, dataset, tmp_path, train_type):
+    output, model = tmp_path / "out", models("llama", train_type)
+    extra = ("--llama_pro_path", model) if "pro" in train_type else ("--n_bits", "3")
+    done = run(models("llama"), dataset, output, "--train_type", train_type, "--max_steps", "2", *extra)
+    assert done.returncode == 0, done.stderr
+    kept = json.loads((output / "run.json").read_text())["model"]
+    assert kept["quantizer"]["name"] == ("nf4" if "bnb" in train_type else "hqq")
+    if "pro" in train_type:
+        assert f"merge.py --adapter {output} --output_dir {output}-merged" in done.stdout
+        assert kept["new_blocks"] == [1, 3] and (output / "blocks.safetensors").exists()
+    else:
+        assert (
+            kept["quantizer"]["n_bits"] == 3
+            and json.loads((output / "adapter_config.json").read_text())["use_dora"]
+        )
