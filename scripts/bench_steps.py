@@ -13,6 +13,39 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
 
+def prepare(train_types: list[str], folder: Path, runtime) -> tuple[dict, list, int]:
+    """(train type -> a loaded training, samples, padding id)."""
+    import train
+    from scripts import data
+    trainings = {}
+    for name in train_types:
+        config = train.Config(model_name=str(folder), train_type=name)
+        trainings[name] = train.make_training(train.build(config, folder, runtime), config, runtime, 1000)
+    tokenizer, samples, _ = train.load_data(config, folder)
+    return trainings, samples, data.pad_id(tokenizer)
+
+
+def time_steps(trainings: dict, batches: list[dict], device) -> dict[str, list[float]]:
+    """Seconds of processor time of each type's step on each batch."""
+    import train
+    seconds: dict[str, list[float]] = {name: [] for name in trainings}
+    for batch in batches:
+        arguments, supervised = train.to_device(batch, device)
+        for name, training in trainings.items():
+            start = time.process_time()
+            train.train_step(training, [arguments], supervised)
+            seconds[name].append(time.process_time() - start)
+    return seconds
+
+
+def report(seconds: dict[str, list[float]]) -> None:
+    first = next(iter(seconds.values()))[1:]
+    for name, (_, *taken) in seconds.items():
+        ratio = statistics.median(a / b for a, b in zip(taken, first))
+        median = statistics.median(taken)
+        print(f"{name:<16} {median:6.2f} s of processor time per step, {ratio:.2f} x the first")
+
+
 def main(
     train_types: str = "custom_qlora,qlora,bnb_dora",  # comma-separated; compared to the first
     model_name: str = "",  # folder or hub id; default: the embedded model
@@ -24,27 +57,11 @@ def main(
     import train
     from scripts import checkpoint, data
     runtime, folder = train.start_runtime(), checkpoint.find_folder(model_name or None)
-    seconds: dict[str, list[float]] = {}
-    trainings = {}
-    for name in train_types.split(","):
-        config = train.Config(model_name=str(folder), train_type=name, batch_size=batch_size)
-        tokenizer, samples, _ = train.load_data(config, folder)
-        trainings[name] = train.make_training(train.build(config, folder, runtime), config, runtime, steps)
-        seconds[name] = []
-    for step in range(steps):
-        chosen = [samples[i % len(samples)] for i in range(step * batch_size, (step + 1) * batch_size)]
-        batch = data.collate(chosen, data.pad_id(tokenizer))
-        arguments, supervised = train.to_device(batch, runtime.device)
-        for name, training in trainings.items():
-            start = time.process_time()
-            train.train_step(training, [arguments], supervised)
-            seconds[name].append(time.process_time() - start)
-    first = next(iter(seconds.values()))[1:]
-    for name, taken in seconds.items():
-        median = statistics.median(taken[1:])
-        ratio = statistics.median(a / b for a, b in zip(taken[1:], first))
-        print(f"{name:<16} {median:6.2f} s of processor time per step, {ratio:.2f} x the first")
-    del trainings, training
+    trainings, samples, pad = prepare(train_types.split(","), folder, runtime)
+    cut = [range(start, start + batch_size) for start in range(0, steps * batch_size, batch_size)]
+    batches = [data.collate([samples[i % len(samples)] for i in chosen], pad) for chosen in cut]
+    report(time_steps(trainings, batches, runtime.device))
+    del trainings
     train.stop_runtime()
 
 

@@ -3,6 +3,7 @@ in step."""
 
 import ast
 import dataclasses
+import importlib
 import re
 import shlex
 import statistics
@@ -69,17 +70,40 @@ def test_every_flag_is_used_and_train_types_are_never_tested_by_name():
     assert not re.search(r"train_type\s*(?:==|!=|in\b)", body)
 
 
-def commands(text: str) -> list[list[str]]:
-    """The argument lists of all `python train.py` and torchrun lines in README's code blocks."""
-    lines = "\n".join(re.findall(r"```(?:bash|sh)?\n(.*?)```", text, re.S)).replace("\\\n", " ").splitlines()
-    found = [re.search(r"(?:^|\s)train\.py(.*)$", line) for line in lines]
+def shell_lines() -> list[str]:
+    """The lines of README's shell blocks, continued ones joined."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", README, re.S | re.M)
+    return (
+        "\n".join(text for language, text in blocks if language == "bash").replace("\\\n", " ").splitlines()
+    )
+
+
+def commands() -> list[list[str]]:
+    """The argument lists of all `python train.py` and torchrun lines."""
+    found = [re.search(r"(?:^|\s)train\.py(.*)$", line) for line in shell_lines()]
     return [shlex.split(match.group(1), comments=True) for match in found if match]
 
 
 def test_readme_commands_parse():
-    assert len(commands(README)) >= 3
-    for argv in commands(README):
+    assert len(commands()) >= 3
+    for argv in commands():
         train.parse(argv, surroundings=False)
+
+
+def test_readme_script_commands_parse():
+    """The commands of the other scripts, with the parser those scripts use."""
+    from fastcore.script import anno_parser
+
+    from scripts.data import kebab_flags
+
+    lines = (
+        "\n".join(re.findall(r"```(?:bash|sh)?\n(.*?)```", README, re.S)).replace("\\\n", " ").splitlines()
+    )
+    found = [re.search(r"scripts/(\w+)\.py(.*)$", line) for line in shell_lines()]
+    assert len(found := [match for match in found if match]) >= 5
+    for match in found:
+        main = importlib.import_module(f"scripts.{match.group(1)}").main
+        anno_parser(main).parse_args(kebab_flags(shlex.split(match.group(2), comments=True)))
 
 
 def test_readme_names_everything_on_the_tables():
