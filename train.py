@@ -13,8 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import hashlib
-import importlib.util
 import json
 import logging
 import math
@@ -36,7 +34,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
-from scripts import adapters, checkpoint, data, logs, loss  # noqa: E402
+from scripts import adapters, checkpoint, checks, data, evaluation, logs, loss  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
 
@@ -69,7 +67,6 @@ TRAIN_TYPES = {
     "bnb_llama_pro": TrainType("nf4", None, new_blocks=True),
     "hqq_llama_pro": TrainType("hqq", None, new_blocks=True),
 }
-PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
 
 
 @dataclass(frozen=True)
@@ -153,10 +150,23 @@ SCHEDULES: dict[str, Callable] = {"constant": _constant, "linear": _linear, "cos
 @dataclass(frozen=True)
 class Config:
     model_name: str | None = option(None, "Hugging Face folder or hub id; without it SmolLM2-135M-Instruct")
-    dataset: str = option("demo", "demo (question and table -> SQL), dummy, or a .json or .jsonl file of "
-                                  "instruction, input, output")
-    dataset_samples: int | None = option(None, "use only the first N examples", low=1)
-    context_length: int = option(512, "longest example in tokens; longer ones are cut on the right", low=2)
+    dataset: str = option("demo", "demo, dummy, alpaca, alpaca_sample, guanaco, sql, orca_math; a file; a "
+                                  "folder of `datasets`; a hub id[:split][@revision]; or several: a=1,b=0.5")
+    dataset_samples: int | None = option(None, "use only the first N rows", low=1)
+    dataset_format: str = option("auto", "form of the rows; auto goes by columns", ("auto", *data.FORMATS))
+    dataset_columns: str = option("", "columns under other names: field=column,field=column")
+    chat_template: bool = option(False, "the tokenizer's chat template for all formats, not only for chats")
+    train_on: str = option("completions", "what is supervised: answers, everything, or the last answer",
+                           ("completions", "all", "last"))
+    context_length: int = option(512, "longest example in tokens", low=2)
+    truncation: str = option("right", "what happens to longer ones", ("right", "left_prompt", "drop"))
+    packing: bool = option(False, "several examples to a row of context_length tokens; none sees another")
+    group_by_length: bool = option(False, "batches of examples of similar length: less padding")
+    skip_bad_rows: bool = option(False, "count rows that cannot be used, and go on")
+    eval_dataset: str | None = option(None, "a second dataset, as above, whose loss is measured")
+    eval_fraction: float = option(0.0, "or the part of the dataset that is kept out for that", low=0)
+    eval_steps: int = option(-1, "measure it every so many steps; -1: at the end only", low=-1)
+    eval_generate: int = option(0, "then also print this many answers of the model", low=0)
     output_dir: str = option("output", "where everything is written")
     overwrite_output_dir: bool = option(False, "write into a folder that is not empty")
     save_model: bool = option(True, "save the adapter (or the model) at the end")
@@ -227,64 +237,16 @@ GROUPS = {"model_name": "model, data, result", "train_type": "what is trained", 
           "precision": "precision, sharding, memory", "world_size": "processes and logs"}
 
 
-def check_dataset(name: str) -> list[str]:
-    path = Path(name).expanduser()
-    if name in data.SOURCES:
-        return []
-    if not path.is_file():
-        return [f"--dataset {name}: no such file, and none of {', '.join(data.SOURCES)}"]
-    return [] if path.stat().st_size else [f"--dataset {name}: the file is empty"]
-
-
-def check_world(config: Config, accelerators: int) -> list[str]:
-    if 0 < accelerators < config.world_size:
-        return [f"--world_size {config.world_size}: only {accelerators} accelerator(s) here"]
-    return []
-
-
-def check_combinations(config: Config) -> list[str]:
-    """Problems of values that are fine by themselves."""
-    problems = [f"--{name} 0: must be at least 1 (or -1 for the default)"
-                for name in ("world_size", "max_steps", "loading_workers") if getattr(config, name) == 0]
-    if config.lora_dropout >= 1:
-        problems.append(f"--lora_dropout {config.lora_dropout}: must be below 1")
-    if config.master_port > 65535:
-        problems.append(f"--master_port {config.master_port}: ports end at 65535")
-    return problems
-
-
-def check_train_type(config: Config) -> list[str]:
-    """Problems between the train type and the flags that only some types use, and packages it needs but
-    lacks."""
-    if config.train_type not in TRAIN_TYPES:
-        return []
-    kind, name, problems = config.type, config.train_type, []
-    if kind.new_blocks and config.llama_pro_path is None:
-        problems.append(f"--train_type {name} needs --llama_pro_path, made by scripts/block_expansion.py")
-    if not kind.new_blocks and config.llama_pro_path is not None:
-        problems.append(f"--llama_pro_path goes with a llama_pro train type, not with {name}")
-    if kind.base != "hqq" and config.n_bits is not None:
-        problems.append(f"--n_bits goes with an hqq train type, not with {name}")
-    if config.n_bits not in (None, 8, 4, 3, 2):
-        problems.append(f"--n_bits {config.n_bits}: choose from 8, 4, 3, 2")
-    missing = [PACKAGES[part] for part in (kind.base, kind.adapter)
-               if part in PACKAGES and importlib.util.find_spec(PACKAGES[part]) is None]
-    return problems + [f"--train_type {name} needs the package {p}: pip install {p}" for p in missing]
-
-
 def parse(argv: list[str], accelerators: int = 0, surroundings: bool = True) -> Config:
     """Flags -> Config. Raises UserError with everything that is wrong with the flags and with what they name
-    (files, folders, devices), before any work. `surroundings` is off in processes that another one has
-    checked for."""
+    (files, folders, devices), before any work. `surroundings` is off where another process has looked."""
     aliases = {"precision": PRECISION_ALIASES}
     config, problems = parse_flags(Config, argv, GROUPS, __doc__.split("\n")[0], aliases)
-    problems += check_combinations(config) + check_train_type(config)
+    problems += checks.combinations(config)
+    if config.train_type in TRAIN_TYPES:
+        problems += checks.train_type(config)
     if surroundings:
-        problems += [*checkpoint.check_folder(config.model_name, "--model_name"),
-                     *checkpoint.check_folder(config.llama_pro_path, "--llama_pro_path"),
-                     *check_dataset(config.dataset),
-                     *checkpoint.check_output(config.output_dir, config.overwrite_output_dir),
-                     *check_world(config, accelerators)]
+        problems += checks.surroundings(config, accelerators)
     if problems:
         raise UserError("\n  ".join(problems))
     return config
@@ -411,7 +373,9 @@ class FrozenQuantLinear(nn.Linear):
 # ------------------------------------------------------------------------------------------------------- loss
 
 def use_fused_loss(model: nn.Module) -> None:
-    """model(input_ids, positions, labels) -> summed loss, with the head and the cross-entropy in one.
+    """model(input_ids, positions, labels) -> summed loss, with the head and the cross-entropy in one; without
+    labels the logits at `positions`. `position_ids` that start again in a row mark documents, which
+    transformers keeps apart.
 
     Only the supervised positions (flat indices, chosen on the host, so that no shape depends on a device
     value) reach the head. The head computes the loss inside its own forward: there FSDP has its weight
@@ -420,10 +384,12 @@ def use_fused_loss(model: nn.Module) -> None:
     head, transform = model.get_output_embeddings(), loss.logit_transform(model.config)
 
     def head_loss(self, hidden, labels):
+        if labels is None:
+            return transform(F.linear(hidden, self.weight, self.bias).float())
         return loss.chunked_cross_entropy(hidden, self.weight, self.bias, labels, transform)
 
-    def forward(self, input_ids, positions, labels):
-        hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    def forward(self, input_ids, positions, labels=None, **packed):
+        hidden = self.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
         return head(hidden.flatten(0, 1).index_select(0, positions), labels)
     head.forward = types.MethodType(head_loss, head)
     model.forward = types.MethodType(forward, model)
@@ -499,6 +465,8 @@ def checkpoint_activations(model: nn.Module, blocks: nn.ModuleList, reentrant: b
 
     def wrap(forward):
         def checkpointed(*args, **kwargs):
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
             return recompute(functools.partial(forward, **kwargs), *args, use_reentrant=reentrant)
         return checkpointed
     for block in blocks:
@@ -845,42 +813,29 @@ def save(model: Model, config: Config, source: Path, tokenizer, runtime: Runtime
 
 # ---------------------------------------------------------------------------------------------- training loop
 
-def load_data(config: Config, source: Path):
-    """Tokenizer, tokenised examples and their counts. Raises UserError for bad rows and unsuitable
-    tokenizers."""
-    from transformers import AutoTokenizer
+def load_data(config: Config, folder: Path) -> data.Held:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        rows = data.load(config.dataset, config.dataset_samples)
-        return tokenizer, *data.tokenize(rows, tokenizer, config.context_length)
-    except (data.DataError, OSError, ValueError) as error:
+        return data.load_all(config, folder)
+    except data.DataError as error:
         raise UserError(str(error)) from error
 
 
-def to_device(batch: dict, device: torch.device) -> tuple[dict, int]:
-    """A collated batch -> the model's arguments and the number of supervised tokens."""
-    targets = batch["targets"].flatten()
-    positions = (targets != -100).nonzero().flatten()
-    sent = dict(input_ids=batch["input_ids"], positions=positions, labels=targets[positions])
-    return {k: v.to(device, non_blocking=True) for k, v in sent.items()}, len(positions)
-
-
-def train(training: Training, samples: list, pad: int, total: int, metrics: logs.Metrics) -> None:
+def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics) -> None:
     """All optimiser steps, epoch by epoch; the last, smaller window of an epoch is a step like any other."""
     config, runtime, step = training.config, training.runtime, 0
     for epoch in range(config.num_epochs):
-        for window in data.steps(len(samples), seed=config.seed, epoch=epoch, batch_size=config.batch_size,
-                                 accumulation=config.gradient_accumulation_steps, rank=runtime.rank,
-                                 world=runtime.world):
+        for window in data.plan(held.lengths, config, epoch=epoch, rank=runtime.rank, world=runtime.world):
             if step == total:
                 return
-            collated = [data.collate([samples[i] for i in micro], pad) for micro in window]
-            batches, counts = zip(*(to_device(batch, runtime.device) for batch in collated))
+            collated = [held.collate(rows, config.packing) for rows in window]
+            batches, counts = zip(*(data.arguments(batch, runtime.device) for batch in collated))
             supervised = int(runtime.gather(sum(counts)).sum())
             step, lr = step + 1, training.schedule.get_last_lr()[0]
             summed, norm = train_step(training, batches, max(1, supervised))
-            tokens = sum(len(samples[i].ids) for micro in window for i in micro)
+            tokens = sum(held.lengths[i] for rows in window for row in rows for i in row)
             metrics.record(summed, norm, tokens, supervised, step=step, epoch=epoch, lr=lr)
+            if held.eval and (step == total or config.eval_steps > 0 and step % config.eval_steps == 0):
+                evaluation.run(training, held, metrics, step=step, epoch=epoch)
 
 
 def open_output(config: Config) -> None:
@@ -892,47 +847,45 @@ def open_output(config: Config) -> None:
         (folder / "held_out.jsonl").write_text("".join(lines))
 
 
-def find_model(config: Config, runtime: Runtime) -> Path:
-    """The model's folder. One process of each node looks first, and downloads if need be; the others find it
-    there."""
+def first_here(runtime: Runtime, work: Callable):
+    """work(), by one process of each node first: it downloads or writes what the others then find on its
+    disk."""
     if runtime.local_rank:
         dist.barrier()
-    folder = checkpoint.find_folder(config.weights)
+    result = work()
     if not runtime.local_rank:
         dist.barrier()
-    return folder
+    return result
 
 
-def describe(config: Config, runtime: Runtime, folder: Path, samples: list, counts, facts: dict) -> dict:
+def describe(config: Config, runtime: Runtime, folder: Path, held: data.Held, facts: dict) -> dict:
     """What run.json says before the summary: enough to repeat the run and to recognise its base."""
-    seen = hashlib.sha256(repr(samples).encode()).hexdigest()[:16]
     return dict(config=dataclasses.asdict(config), world_size=runtime.world, device=runtime.device.type,
                 versions=logs.versions(), git_commit=logs.git_commit(),
                 model=dict(folder=str(folder.resolve()), fingerprint=checkpoint.fingerprint(folder), **facts),
-                data=dict(fingerprint=seen, **counts._asdict()))
+                data=dict(fingerprint=held.train.fingerprint, **held.counts._asdict()))
 
 
 def run(config: Config, runtime: Runtime) -> None:
     """A whole training run on this rank: model folder, data, model, steps, result."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports optional kernels it does not find
     import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
-    folder = find_model(config, runtime)
-    tokenizer, samples, counts = load_data(config, folder)
-    total = config.num_epochs * data.steps_per_epoch(len(samples), config.batch_size,
-                                                     config.gradient_accumulation_steps, runtime.world)
+    folder = first_here(runtime, lambda: checkpoint.find_folder(config.weights))
+    held = first_here(runtime, lambda: load_data(config, folder))
+    total = config.num_epochs * len(data.plan(held.lengths, config, epoch=0, rank=0, world=runtime.world))
     total = min(total, config.max_steps) if config.max_steps > 0 else total
     torch.manual_seed(config.seed + runtime.rank)  # for dropout; adapters and data order bring their own
     model = build(config, folder, runtime)
-    content = describe(config, runtime, folder, samples, counts, model.facts)
+    content = describe(config, runtime, folder, held, model.facts)
     if runtime.main:
         open_output(config)
-        logs.introduce(config, model.facts, folder, counts, runtime, total)
+        logs.introduce(config, model.facts, folder, held, runtime, total)
     start, training = time.perf_counter(), make_training(model, config, runtime, total)
     metrics = logs.Metrics(config, runtime, total, content)
-    train(training, samples, data.pad_id(tokenizer), total, metrics)
+    train(training, held, total, metrics)
     metrics.close()
     if config.save_model:
-        save(model, config, folder, tokenizer, runtime)
+        save(model, config, folder, held.tokenizer, runtime)
     if runtime.main:
         content["summary"] = metrics.summary(time.perf_counter() - start)
         checkpoint.write_json(Path(config.output_dir) / "run.json", content)

@@ -16,21 +16,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 def prepare(train_types: list[str], folder: Path, runtime) -> tuple[dict, list, int]:
     """(train type -> a loaded training, samples, padding id)."""
     import train
-    from scripts import data
     trainings = {}
     for name in train_types:
         config = train.Config(model_name=str(folder), train_type=name)
         trainings[name] = train.make_training(train.build(config, folder, runtime), config, runtime, 1000)
-    tokenizer, samples, _ = train.load_data(config, folder)
-    return trainings, samples, data.pad_id(tokenizer)
+    held = train.load_data(config, folder)
+    return trainings, held.train, held.pad
 
 
 def time_steps(trainings: dict, batches: list[dict], device) -> dict[str, list[float]]:
     """Seconds of processor time of each type's step on each batch."""
     import train
+    from scripts import data
     seconds: dict[str, list[float]] = {name: [] for name in trainings}
     for batch in batches:
-        arguments, supervised = train.to_device(batch, device)
+        arguments, supervised = data.arguments(batch, device)
         for name, training in trainings.items():
             start = time.process_time()
             train.train_step(training, [arguments], supervised)

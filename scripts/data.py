@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,8 @@ from scripts import packing, tokens
 from scripts.flags import to_bool
 from scripts.formats import EXTENSIONS, FORMATS, READERS, DataError, Renderer, check, extension  # noqa: F401
 from scripts.formats import numbered, read, render  # noqa: F401
-from scripts.packing import collate, collate_packed, pad_id, plan, steps, steps_per_epoch  # noqa: F401
+from scripts.packing import arguments, collate, collate_packed, pad_id, plan, steps  # noqa: F401
+from scripts.packing import steps_per_epoch  # noqa: F401
 from scripts.tokens import IGNORE, Counts, Sample, Samples, prompt_ids, tokenize  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------- the one entry
@@ -48,6 +50,53 @@ def prepare(config, tokenizer, dataset: str | None = None) -> tuple[Samples, Cou
     if not len(samples):
         raise tokens.nothing_left(samples.counts(), config.context_length)
     return samples, samples.counts()
+
+
+def split(samples: Samples, fraction: float, seed: int) -> tuple[Samples, Samples]:
+    """(rest, held out): a seeded choice of `fraction` of the samples, at least one, is held out."""
+    number = max(1, round(len(samples) * fraction))
+    if number >= len(samples):
+        raise DataError(f"--eval_fraction {fraction} of {len(samples)} samples leaves none to train on")
+    out = np.zeros(len(samples), bool)
+    out[packing.permutation(len(samples), seed, -1)[:number]] = True
+    parts = np.split(out, np.cumsum([len(rows) for rows in samples.chosen])[:-1])
+    return tuple(Samples(samples.tables, [rows[mask == side] for rows, mask in zip(samples.chosen, parts)])
+                 for side in (False, True))
+
+
+@dataclass
+class Held:
+    """What a run trains on, and measures its loss on if asked to."""
+    tokenizer: object
+    train: Samples
+    counts: Counts
+    eval: Samples | None
+
+    def __post_init__(self):
+        self.pad, self.lengths = pad_id(self.tokenizer), self.train.lengths
+
+    def collate(self, rows: list[list[int]], packed: bool) -> dict:
+        """Rows of sample numbers -> tensors; packed ones with the position ids that keep samples apart."""
+        if packed:
+            return collate_packed([[self.train[i] for i in row] for row in rows], self.pad)
+        return collate([self.train[i] for row in rows for i in row], self.pad)
+
+
+def load_all(config, model_folder: Path) -> Held:
+    """Tokenizer and samples of a configuration. Raises DataError for anything wrong with either."""
+    from transformers import AutoTokenizer
+    try:
+        tokenizer, held_out = AutoTokenizer.from_pretrained(model_folder), None
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"{model_folder}: no tokenizer can be loaded: {reason}") from error
+    samples, counts = prepare(config, tokenizer)
+    if config.eval_dataset is not None:
+        held_out, _ = prepare(config, tokenizer, config.eval_dataset)
+    elif config.eval_fraction:
+        samples, held_out = split(samples, config.eval_fraction, config.seed)
+        counts = samples.counts()
+    return Held(tokenizer, samples, counts, held_out)
 
 
 def _table(name: str, config, tokenizer, limit: int | None) -> tokens.Table:

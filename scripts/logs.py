@@ -50,15 +50,23 @@ class StdoutLog:
             left = (now - self.start) / step * (self.total - step)
             print(f"step {step}/{self.total}  {describe(row)}  {left:.0f} s left", flush=True)
 
+    def show(self, text: str) -> None:
+        print(text, flush=True)
+
+    def evaluated(self, row: dict) -> None:
+        self.show(f"step {row['step']}/{self.total}  eval loss {row['eval_loss']:.4f}, perplexity "
+                  f"{row['eval_perplexity']:.3f} over {row['eval_supervised_tokens']} tokens")
+
     def close(self) -> None:
         pass
 
 
-class TqdmLog:
+class TqdmLog(StdoutLog):
     """A bar on a terminal; where there is none, a line every ten seconds, so that log files stay readable."""
 
     def __init__(self, config, total: int, run: dict):
         from tqdm import tqdm
+        super().__init__(config, total, run)
         self.lines = None if sys.stderr.isatty() else StdoutLog(config, total, run, every=10)
         self.bar = tqdm(total=total, unit="step", disable=self.lines is not None, dynamic_ncols=True,
                         bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}  {remaining} left")
@@ -68,6 +76,9 @@ class TqdmLog:
         self.bar.update()
         if self.lines:
             self.lines.write(row)
+
+    def show(self, text: str) -> None:
+        self.bar.write(text)
 
     def close(self) -> None:
         self.bar.close()
@@ -84,6 +95,10 @@ class WandbLog(TqdmLog):
 
     def write(self, row: dict) -> None:
         super().write(row)
+        self.run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
+
+    def evaluated(self, row: dict) -> None:
+        super().evaluated(row)
         self.run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
 
     def close(self) -> None:
@@ -123,6 +138,18 @@ class Metrics:
             raise UserError(f"step {row['step']}: the loss is {loss} (rank {', '.join(bad)}), so nothing is "
                             f"saved; a smaller --lr or --precision mp_bf16 may help")
 
+    def evaluated(self, eval_loss: float, **row) -> None:
+        """Adds the row of an evaluation."""
+        row |= dict(eval_loss=eval_loss, eval_perplexity=math.exp(min(eval_loss, 700)))
+        if self.sink:
+            self.file.write(json.dumps(row) + "\n")
+            self.sink.evaluated(row)
+
+    def show(self, text: str) -> None:
+        """Lines beside the bar."""
+        if self.sink:
+            self.sink.show(text)
+
     def close(self) -> None:
         if self.sink:
             self.sink.close()
@@ -137,7 +164,7 @@ class Metrics:
                     peak_memory_bytes=max(row["peak_memory_bytes"] for row in self.rows))
 
 
-def introduce(config, facts: dict, folder: Path, counts, runtime, total: int) -> None:
+def introduce(config, facts: dict, folder: Path, held, runtime, total: int) -> None:
     """What is about to happen, in a few lines. `facts`: what train.build found out about the model."""
     share, trained = facts["quantized_parameters"] / facts["parameters"], facts["trained_parameters"]
     stored = f", {share:.1%} of them quantised to {facts['bits']:.2f} bits" if share else ""
@@ -146,9 +173,12 @@ def introduce(config, facts: dict, folder: Path, counts, runtime, total: int) ->
     on = f", rank {config.lora_rank} on {', '.join(facts['targets'])}" if facts["targets"] else ""
     part = trained / facts["parameters"]
     say("train", f"{config.train_type}: {trained / 1e6:.2f} M parameters ({part:.2%}){on}")
+    counts = held.counts
     supervised, length = counts.supervised_tokens / counts.kept, counts.total_tokens / counts.kept
     kept = f"{counts.kept} examples ({counts.truncated} cut), {counts.dropped} dropped"
     say("data", f"{config.dataset}: {kept}, {supervised:.1f} of {length:.1f} tokens supervised each")
+    if held.eval:
+        say("eval", f"{config.eval_dataset or config.eval_fraction}: {len(held.eval)} examples")
     examples = f"{config.batch_size} x {config.gradient_accumulation_steps} x {runtime.world}"
     say("run", f"{runtime.world} process(es) on {runtime.device.type}, {config.sharding_strategy}, "
                f"{config.precision}; {total} steps of {examples} examples")

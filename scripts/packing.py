@@ -143,3 +143,16 @@ def collate_packed(rows: list[list[Sample]], pad_id: int) -> dict:
         sizes = [*(len(sample.ids) for sample in row), padding]
         batch["position_ids"].append([t for size in sizes for t in range(size)])
     return {name: torch.tensor(values) for name, values in batch.items()}
+
+
+def arguments(batch: dict, device) -> tuple[dict, int]:
+    """A collated batch -> the model's arguments on `device`, and the number of supervised tokens.
+
+    The supervised positions (flat) and their labels are picked out here, on the host, so that no shape on the
+    device depends on a value there.
+    """
+    targets = batch["targets"].flatten()
+    positions = (targets != IGNORE).nonzero().flatten()
+    sent = {name: tensor for name, tensor in batch.items() if name != "targets"}
+    sent |= dict(positions=positions, labels=targets[positions])
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in sent.items()}, len(positions)

@@ -68,7 +68,7 @@ def steps(training: train.Training, samples: list, count: int):
     )
     for window in (windows * count)[:count]:
         collated = [data.collate([samples[i] for i in micro], 1) for micro in window]
-        batches, counts = zip(*(train.to_device(batch, runtime.device) for batch in collated))
+        batches, counts = zip(*(data.arguments(batch, runtime.device) for batch in collated))
         supervised = int(runtime.gather(sum(counts)).sum())
         loss, norm = train.train_step(training, batches, max(1, supervised))
         total = loss.double()
@@ -162,8 +162,7 @@ def logits(
 
 
 def fp16_overflow(runtime: train.Runtime, folder: str, flags: dict) -> dict:
-    """An infinite gradient on the last rank only: all ranks must skip the step and lower the scale together.
-    """
+    """An infinite gradient on the last rank only: all ranks must skip the step and lower the scale together."""
     config = configuration(folder, **flags)
     model = train.build(config, Path(folder), runtime)
     training = train.make_training(model, config, runtime, 2)
@@ -201,3 +200,42 @@ def small_files(runtime: train.Runtime, *args) -> torch.Tensor:
         return logits(runtime, *args)
     finally:
         train.checkpoint.SAVED_FILE_BYTES = 2 * 2**30
+
+
+def packed_losses(runtime: train.Runtime, folder: str, rows: list, others: list) -> dict:
+    """Summed losses of the documents of packed rows: alone, packed, and packed among other documents."""
+    config = configuration(folder, train_type="full")
+    model = train.build(config, Path(folder), runtime).module
+
+    def loss(batch: dict, keep=None) -> float:
+        given, _ = data.arguments(batch, runtime.device)
+        if keep is not None:
+            given |= dict(positions=given["positions"][keep], labels=given["labels"][keep])
+        with torch.no_grad():
+            return model(**given).item()
+
+    def each(packed: list) -> list[list[float]]:
+        """The loss of each document inside its packed row."""
+        found = []
+        for row in packed:
+            counts, start, losses = [sum(x != -100 for x in s.labels[1:]) for s in row], 0, []
+            for count in counts:
+                losses.append(loss(data.collate_packed([row], 1), slice(start, start + count)))
+                start += count
+            found.append(losses)
+        return found
+
+    alone = [[loss(data.collate([sample], 1)) for sample in row] for row in rows]
+    return dict(
+        alone=alone, packed=each(rows), swapped=each([[other, *row[1:]] for other, row in zip(others, rows)])
+    )
+
+
+def evaluated(runtime: train.Runtime, folder: str, flags: dict, count: int) -> dict:
+    """The exact loss over random samples, and what the model answers."""
+    config = configuration(folder, **flags)
+    model = train.build(config, Path(folder), runtime)
+    training = train.make_training(model, config, runtime, 1)
+    loss, tokens = train.evaluation.mean_loss(training, tiny.samples(count), 1)
+    answers = list(train.evaluation.answers(training, tiny.samples(2), tiny.tokenizer(), 2, longest=5))
+    return dict(loss=loss, tokens=tokens, answers=answers, training=model.module.training)

@@ -109,14 +109,14 @@ def test_fsdp_qloras_examples_for_four_a100s():
 
 @pytest.mark.parametrize("package", ["hqq", "bitsandbytes", "peft"])
 def test_a_missing_package_is_named_for_every_type_that_needs_it(monkeypatch, package):
-    find = train.importlib.util.find_spec
+    find = train.checks.importlib.util.find_spec
     monkeypatch.setattr(
-        train.importlib.util, "find_spec", lambda name: None if name == package else find(name)
+        train.checks.importlib.util, "find_spec", lambda name: None if name == package else find(name)
     )
     needs = {
         t
         for t, k in train.TRAIN_TYPES.items()
-        if package in (train.PACKAGES.get(k.base), train.PACKAGES.get(k.adapter))
+        if package in (train.checks.PACKAGES.get(k.base), train.checks.PACKAGES.get(k.adapter))
     }
     assert len(needs) >= 2
     for name, kind in train.TRAIN_TYPES.items():
@@ -159,6 +159,13 @@ BAD = {  # flags -> what the message must contain
     "--world_size 0": "--world_size 0",
     "--world_size -5": "--world_size -5",
     "--master_port 70000": "--master_port 70000",
+    "--eval_fraction 1": "--eval_fraction 1.0: must be below 1",
+    "--eval_fraction 0.1 --eval_dataset dummy": "without --eval_dataset",
+    "--eval_dataset /no.jsonl": "--eval_dataset: dataset '/no.jsonl'",
+    "--eval_generate 2": "--eval_generate needs",
+    "--dataset_format x": "--dataset_format x: choose from auto",
+    "--train_on x": "choose from completions, all, last",
+    "--truncation left": "choose from right, left_prompt, drop",
     "--llama_pro_path x": "--llama_pro_path goes with a llama_pro train type",
     "--train_type bnb_llama_pro": "--train_type bnb_llama_pro needs --llama_pro_path",
     "--train_type llama_pro --llama_pro_path /no/such": "--llama_pro_path /no/such: no such folder",
@@ -171,9 +178,9 @@ BAD = {  # flags -> what the message must contain
     "--model_name {noweights}": "neither model.safetensors nor",
     "--model_name {holes}": "model-2.safetensors is missing",
     "--model_name {badindex}": "not a safetensors index",
-    "--dataset /no/such.jsonl": "/no/such.jsonl: no such file",
-    "--dataset alpacca": "none of demo, dummy",
-    "--dataset {nothing}": "the file is empty",
+    "--dataset /no/such.jsonl": "'/no/such.jsonl' is neither a file nor",
+    "--dataset alpacca": "did you mean alpaca?",
+    "--dataset {nothing}": "is empty; it needs",
     "--output_dir {full}": "not empty; choose another or pass --overwrite_output_dir true",
     "--output_dir {file}": "is a file",
     "--output_dir /proc/here": "not writable",
@@ -254,8 +261,8 @@ def test_all_problems_are_told_together(capsys, monkeypatch, tmp_path):
 
 
 def test_more_processes_than_accelerators():
-    assert "only 2 accelerator(s) here" in train.check_world(Config(world_size=3), 2)[0]
-    assert not train.check_world(Config(world_size=2), 2) and not train.check_world(Config(world_size=9), 0)
+    assert "only 2 accelerator(s) here" in train.checks.world(Config(world_size=3), 2)[0]
+    assert not train.checks.world(Config(world_size=2), 2) and not train.checks.world(Config(world_size=9), 0)
 
 
 @pytest.mark.parametrize(

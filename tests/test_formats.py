@@ -290,6 +290,20 @@ def test_a_template_without_end_of_turn_gets_one_eos():
     assert tok.decode(sample.ids).endswith("<|assistant|>\nd</s>") and supervised(sample, tok) == "bd</s>"
 
 
+def test_the_opening_of_the_next_turn_is_no_end_of_turn():
+    """This one closes the last answer only, so what follows the others belongs to the next question."""
+    closing = "{% if loop.last and message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    once = ENDLESS.replace("{% endfor %}", closing)
+    tok = tokenizer("bytes", None, "</s>", tuple(TURNS[:3]), once)
+    assert supervised(sample_of(chat("a", "b", "c", "d"), tok), tok) == "bd\n</s>"
+
+
+def test_a_first_token_is_never_predicted():
+    tok = tokenizer("bytes", None, "</s>", (), None)
+    table = tokens.build([("1", {"text": "ab"})], formats.Renderer(tok), tok, 1)
+    assert table.facts["dropped"] == 1 and not len(table.cut)
+
+
 def test_a_template_that_ignores_the_generation_prompt():
     tok = tokenizer("bytes", None, "<|im_end|>", ("<|im_start|>",), CHATML)
     assert supervised(sample_of(chat("a", "b", "c", "d"), tok), tok) == "b<|im_end|>d<|im_end|>"

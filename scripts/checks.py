@@ -1,0 +1,64 @@
+"""What can be wrong with a configuration besides single values: combinations, packages, and what flags name.
+Each function returns messages for people; all of them are shown together, before any work."""
+import importlib.util
+
+from scripts import checkpoint, data
+
+PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
+
+
+def combinations(config) -> list[str]:
+    """Problems of values that are fine by themselves."""
+    counted = ("world_size", "max_steps", "loading_workers", "eval_steps")
+    problems = [f"--{name} 0: must be at least 1 (or -1 for the default)"
+                for name in counted if getattr(config, name) == 0]
+    if config.lora_dropout >= 1:
+        problems.append(f"--lora_dropout {config.lora_dropout}: must be below 1")
+    if config.eval_fraction >= 1 or config.eval_fraction and config.eval_dataset:
+        problems.append(f"--eval_fraction {config.eval_fraction}: must be below 1, without --eval_dataset")
+    if config.eval_generate and not (config.eval_fraction or config.eval_dataset):
+        problems.append("--eval_generate needs --eval_dataset or --eval_fraction")
+    if config.master_port > 65535:
+        problems.append(f"--master_port {config.master_port}: ports end at 65535")
+    return problems
+
+
+def train_type(config) -> list[str]:
+    """Problems between the train type and the flags that only some types use, and packages it needs but
+    lacks."""
+    kind, name, problems = config.type, config.train_type, []
+    if kind.new_blocks and config.llama_pro_path is None:
+        problems.append(f"--train_type {name} needs --llama_pro_path, made by scripts/block_expansion.py")
+    if not kind.new_blocks and config.llama_pro_path is not None:
+        problems.append(f"--llama_pro_path goes with a llama_pro train type, not with {name}")
+    if kind.base != "hqq" and config.n_bits is not None:
+        problems.append(f"--n_bits goes with an hqq train type, not with {name}")
+    if config.n_bits not in (None, 8, 4, 3, 2):
+        problems.append(f"--n_bits {config.n_bits}: choose from 8, 4, 3, 2")
+    missing = [PACKAGES[part] for part in (kind.base, kind.adapter)
+               if part in PACKAGES and importlib.util.find_spec(PACKAGES[part]) is None]
+    return problems + [f"--train_type {name} needs the package {p}: pip install {p}" for p in missing]
+
+
+def dataset(name: str | None, flag: str) -> list[str]:
+    try:
+        if name is not None:
+            data.parse_sources(name)
+    except data.DataError as error:
+        return [f"{flag}: {error}"]
+    return []
+
+
+def world(config, accelerators: int) -> list[str]:
+    if 0 < accelerators < config.world_size:
+        return [f"--world_size {config.world_size}: only {accelerators} accelerator(s) here"]
+    return []
+
+
+def surroundings(config, accelerators: int) -> list[str]:
+    """What the flags name must exist and fit this machine."""
+    return [*checkpoint.check_folder(config.model_name, "--model_name"),
+            *checkpoint.check_folder(config.llama_pro_path, "--llama_pro_path"),
+            *dataset(config.dataset, "--dataset"), *dataset(config.eval_dataset, "--eval_dataset"),
+            *checkpoint.check_output(config.output_dir, config.overwrite_output_dir),
+            *world(config, accelerators)]
