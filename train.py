@@ -823,11 +823,12 @@ def load_data(config: Config, folder: Path) -> data.Held:
 def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics) -> None:
     """All optimiser steps, epoch by epoch; the last, smaller window of an epoch is a step like any other."""
     config, runtime, step = training.config, training.runtime, 0
+
+    def prepare(window):  # on the host, by a thread, a step ahead
+        return [held.collate(rows, config.packing) for rows in window]
     for epoch in range(config.num_epochs):
-        for window in data.plan(held.lengths, config, epoch=epoch, rank=runtime.rank, world=runtime.world):
-            if step == total:
-                return
-            collated = [held.collate(rows, config.packing) for rows in window]
+        windows = data.plan(held.lengths, config, epoch=epoch, rank=runtime.rank, world=runtime.world)
+        for window, collated in prefetch(windows[:total - step], prepare, 2):
             batches, counts = zip(*(data.arguments(batch, runtime.device) for batch in collated))
             supervised = int(runtime.gather(sum(counts)).sum())
             step, lr = step + 1, training.schedule.get_last_lr()[0]

@@ -32,7 +32,7 @@ from scripts.formats import EXTENSIONS, FORMATS, READERS, DataError, Renderer, c
 from scripts.formats import numbered, read, render  # noqa: F401
 from scripts.packing import arguments, collate, collate_packed, pad_id, plan, steps  # noqa: F401
 from scripts.packing import steps_per_epoch  # noqa: F401
-from scripts.tokens import IGNORE, Counts, Sample, Samples, prompt_ids, tokenize  # noqa: F401
+from scripts.tokens import IGNORE, Counts, Sample, Samples, chat_ids, prompt_ids, tokenize  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------- the one entry
 

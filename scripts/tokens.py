@@ -322,6 +322,12 @@ def prompt_ids(prompt: str, tokenizer) -> list[int]:
     return ids[first:last]
 
 
+def chat_ids(messages: list[dict], tokenizer) -> list[int]:
+    """The ids to generate the next answer of a conversation from, as in training with the chat template."""
+    text = ChatTemplate(tokenizer).render(messages, prompt=True)
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
 # ---------------------------------------------------------------------------------------------------- on disk
 
 def cache_folder() -> Path:

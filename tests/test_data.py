@@ -551,7 +551,12 @@ def test_weights_are_relative_to_the_largest(tmp_path, bpe):
     assert answers(prepare(f"{a}=0.8, {b}=0.2", bpe)[0], bpe) == found
     assert answers(prepare(f"{a}=0.8, {b}=0.2", bpe, seed=2)[0], bpe)[10:] != found[10:]
     assert len(prepare(f"{a},{b}", bpe)[0]) == 30 and len(prepare(f"{a},{b}", bpe, dataset_samples=4)[0]) == 8
-    for bad, message in (("=x", "'x' is not a number"), ("=0", "above 0"), ("=-1", "above 0"), ("=inf", "above")):
+    for bad, message in (
+        ("=x", "'x' is not a number"),
+        ("=0", "above 0"),
+        ("=-1", "above 0"),
+        ("=inf", "above"),
+    ):
         with pytest.raises(DataError, match=message):
             data.parse_sources(a + bad)
 
@@ -591,7 +596,11 @@ GOOD_QA = '{"question": "a", "answer": "b"}\n'
         ("a.parquet", "PAR1", "is not a readable parquet file"),
         ("a.jsonl.gz", "no gzip", "is damaged"),
         ("a.jsonl.gz", gzip.compress(lines(QA).encode())[:-9], "is damaged"),
-        ("a.jsonl", GOOD_QA.replace("question", "foo"), "line 1: no format fits the columns foo, answer; known"),
+        (
+            "a.jsonl",
+            GOOD_QA.replace("question", "foo"),
+            "line 1: no format fits the columns foo, answer; known",
+        ),
     ],
 )
 def test_bad_files_of_all_kinds(tmp_path, bpe, name, text, message):
@@ -613,6 +622,7 @@ def test_marks_long_lines_and_quotes_are_accepted(tmp_path, bpe):
     assert counts.truncated == 1 and samples.lengths == [512]
     text = '\ufeffquestion,answer\r\n"a ""b""\nc","d, e"\r\n'
     samples, _ = prepare(write(tmp_path, "a.csv", text), bpe)
+    assert prepare(write(tmp_path, "long.csv", table([long])), bpe)[0].lengths == [512]
     assert 'a "b"\nc\n' in bpe.decode(samples[0].ids) and answers(samples, bpe) == ["d, e"]
 
 
@@ -629,6 +639,10 @@ def test_samples_are_a_sequence(tmp_path, bpe):
     assert [len(sample.ids) for sample in samples] == samples.lengths
     with pytest.raises(IndexError):
         samples[10]
+    for train_on in ("completions", "all"):
+        samples, counts = prepare(tmp_path / "a.jsonl", bpe, train_on=train_on)
+        predicted = sum(label != IGNORE for sample in samples for label in sample.labels[1:])
+        assert counts.supervised_tokens == predicted
     assert data.collate(samples[:2], 0)["input_ids"].shape[0] == 2
 
 
@@ -648,7 +662,13 @@ def test_the_second_start_tokenises_nothing(tmp_path, bpe, monkeypatch):
 
 def test_whatever_changes_tokens_makes_new_ones(tmp_path):
     path, keys = tmp_path / "a.jsonl", set()
-    changes = [{}, dict(train_on="all"), dict(context_length=60), dict(truncation="drop"), dict(dataset_samples=3)]
+    changes = [
+        {},
+        dict(train_on="all"),
+        dict(context_length=60),
+        dict(truncation="drop"),
+        dict(dataset_samples=3),
+    ]
     changes += [dict(skip_bad_rows=True), dict(dataset_format="question_answer")]
     for kind in ({}, dict(bos=True)):
         for flags in changes:
@@ -716,7 +736,15 @@ def test_the_command_shows_what_is_trained_on(tmp_path):
     build_tokenizer().save_pretrained(tmp_path / "model")
     rows = [*QA, {"question": "x", "answer": ""}]
     path = write(tmp_path, "a.jsonl", lines(rows))
-    flags = ["--dataset", path, "--model_name", str(tmp_path / "model"), "--skip_bad_rows", "true", "--show=2"]
+    flags = [
+        "--dataset",
+        path,
+        "--model_name",
+        str(tmp_path / "model"),
+        "--skip_bad_rows",
+        "true",
+        "--show=2",
+    ]
     done = show(*flags, "--png", str(tmp_path / "a.png"))
     assert done.returncode == 0, done.stderr
     assert "kept 10 samples (0 cut), dropped 0, skipped 1 bad rows" in done.stdout

@@ -169,5 +169,7 @@ def test_an_epoch_has_every_sample_once_over_all_ranks(lengths, world, split, pa
         assert len({len(micros) for micros in steps}) == 1
     assert plans[0] == packing.plan(lengths, config, epoch=2, rank=0, world=world)
     if not packed and not group:
-        alone = data.steps(len(lengths), seed=3, epoch=2, batch_size=split[0], accumulation=split[1], rank=0, world=world)  # noqa: E501
+        alone = data.steps(
+            len(lengths), seed=3, epoch=2, batch_size=split[0], accumulation=split[1], rank=0, world=world
+        )
         assert plans[0] == [[[[i] for i in micro] for micro in step] for step in alone]
