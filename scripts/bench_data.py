@@ -48,21 +48,21 @@ def main(
     from transformers import AutoTokenizer
     import train
     from scripts import checkpoint, data
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint.find_folder(model_name or None))
     with tempfile.TemporaryDirectory() as work:
         os.environ["XDG_CACHE_HOME"], file = work, Path(work) / "rows.jsonl"
         write_rows(dataset, rows, file)
         config = train.Config(dataset=str(file), context_length=context_length, packing=True)
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.find_folder(model_name or None))
         first, (samples, counts) = seconds(lambda: data.prepare(config, tokenizer))
         second, _ = seconds(lambda: data.prepare(config, tokenizer))
         packing, packed = seconds(lambda: data.packing.pack(samples.lengths, context_length))
         print(f"tokenising  {rows} rows, {counts.total_tokens} tokens in {first:.1f} s "
               f"({counts.total_tokens / first:.0f} tokens/s)")
         print(f"next start  {second:.2f} s, {first / second:.0f} times faster")
-        print(f"packing     {len(packed)} rows of {context_length} in {packing:.1f} s, "
-              f"{counts.total_tokens / (len(packed) * context_length):.1%} of positions used")
+        used = counts.total_tokens / (len(packed) * context_length)
+        print(f"packing     {len(packed)} rows of {context_length} in {packing:.1f} s, {used:.1%} of positions used")
         each = waiting(samples, config, data.pad_id(tokenizer))
-        print(f"a batch     {1000 * each:.1f} ms for {4 * context_length} positions, while the step before runs")
+        print(f"a batch     {1000 * each:.1f} ms for {4 * context_length} positions, made a step ahead")
 
 
 if __name__ == "__main__":
