@@ -60,7 +60,7 @@ def main(
               f"({counts.total_tokens / first:.0f} tokens/s)")
         print(f"next start  {second:.2f} s, {first / second:.0f} times faster")
         used = counts.total_tokens / (len(packed) * context_length)
-        print(f"packing     {len(packed)} rows in {packing:.1f} s, {used:.1%} of {context_length} positions each used")
+        print(f"packing     {len(packed)} rows in {packing:.1f} s, {used:.1%} of positions used")
         each = waiting(samples, config, data.pad_id(tokenizer))
         print(f"a batch     {1000 * each:.1f} ms for {4 * context_length} positions, made a step ahead")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
-from scripts.data import DataError, kebab_flags, load, pad_id, prompt_ids, quiet, render
+from scripts.data import DataError, chat_ids, kebab_flags, load, pad_id, prompt_ids, quiet, render
 
 EVAL_BATCH = 16
 
@@ -94,28 +94,40 @@ def greedy(model, tokenizer, prompts: list[list[int]], max_new_tokens: int, stre
     return [text.strip() for text in tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)]
 
 
-def stream(source: Source, prompt: str, input: str, max_new_tokens: int) -> None:
+def trained_on_chats(folder: str) -> bool:
+    """Whether run.json says that every format went through the tokenizer's chat template."""
+    file = Path(folder).expanduser() / "run.json"
+    return file.is_file() and json.loads(file.read_text())["config"]["chat_template"]
+
+
+def question_ids(tokenizer, prompt: str, input: str, chat: bool) -> list[int]:
+    """The tokens to answer: the instruction and its input as training renders them."""
+    if chat:
+        return chat_ids([{"role": "user", "content": f"{prompt}\n\n{input}" if input else prompt}], tokenizer)
+    return prompt_ids(render({"instruction": prompt, "input": input, "output": ""})[0], tokenizer)
+
+
+def stream(source: Source, prompt: str, input: str, chat: bool, max_new_tokens: int) -> None:
     """Print the answer to one prompt, in the template of training, while it is generated."""
     from transformers import TextStreamer
     model, tokenizer = read_model(source)
-    text, _ = render({"instruction": prompt, "input": input, "output": ""})
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    greedy(model, tokenizer, [prompt_ids(text, tokenizer)], max_new_tokens, streamer)
+    greedy(model, tokenizer, [question_ids(tokenizer, prompt, input, chat)], max_new_tokens, streamer)
 
 
 # ------------------------------------------------------------------------------------------------- evaluating
 
-def evaluate(source: Source, base: str, rows: list[dict], max_new_tokens: int, show: int) -> None:
+def evaluate(source: Source, base: str, rows: list[dict], chat: bool, max_new_tokens: int, show: int) -> None:
     """Print exact matches before (the base, if there is one) and after, then the first `show` failures."""
     model, tokenizer = read_model(source)
     answers = {}
     if source.adapter:
         with model.disable_adapter():
-            answers["base"] = answer_all(model, tokenizer, rows, max_new_tokens)
+            answers["base"] = answer_all(model, tokenizer, rows, chat, max_new_tokens)
     elif base:
-        answers["base"] = answer_all(*read_model(Source(base, None, base)), rows, max_new_tokens)
+        answers["base"] = answer_all(*read_model(Source(base, None, base)), rows, chat, max_new_tokens)
     name = "adapter" if source.adapter else "model"
-    answers[name] = answer_all(model, tokenizer, rows, max_new_tokens)
+    answers[name] = answer_all(model, tokenizer, rows, chat, max_new_tokens)
     print("exact match: " + ", ".join(f"{who} {score(texts, rows)}" for who, texts in answers.items()))
     wrong = [(row, text) for row, text in zip(rows, answers[name]) if text != row["output"].strip()]
     for row, text in wrong[:show]:
@@ -123,10 +135,10 @@ def evaluate(source: Source, base: str, rows: list[dict], max_new_tokens: int, s
         print(f"  expected: {row['output']}\n  got:      {text}")
 
 
-def answer_all(model, tokenizer, rows: list[dict], max_new_tokens: int) -> list[str]:
+def answer_all(model, tokenizer, rows: list[dict], chat: bool, max_new_tokens: int) -> list[str]:
     """One answer per row, in the order of the rows."""
     from tqdm import tqdm
-    prompts = [prompt_ids(render(row)[0], tokenizer) for row in rows]
+    prompts = [question_ids(tokenizer, row["instruction"], row.get("input", ""), chat) for row in rows]
     # Whatever is longer than every expected answer is wrong already.
     expected = [len(tokenizer(row["output"], verbose=False)["input_ids"]) for row in rows]
     limit = min(max_new_tokens, max(expected) + 8)
@@ -155,19 +167,20 @@ def main(
     show: int = 0,  # with --eval: how many wrong answers to print
     max_new_tokens: int = 128,  # longest answer
     base: str = "",  # base model; default: the one that the adapter names
+    chat: bool = False,  # put --prompt through the chat template; otherwise as the run did
 ):
     "Answer one prompt, or count exact matches on a file, with a fine-tuned model."
     try:
         if bool(prompt) == bool(eval):
             raise DataError("pass either --prompt TEXT or --eval FILE")
-        rows = load(eval) if eval else []
+        rows, chat = load(eval) if eval else [], chat or trained_on_chats(adapter)
         base = base and _present(base, "--base")
         source = locate(adapter, base)
         with quiet():
             if eval:
-                evaluate(source, base, rows, max_new_tokens, show)
+                evaluate(source, base, rows, chat, max_new_tokens, show)
             else:
-                stream(source, prompt, input, max_new_tokens)
+                stream(source, prompt, input, chat, max_new_tokens)
     except DataError as error:
         sys.exit(f"generate.py: {error}")
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+CACHE = tempfile.TemporaryDirectory(prefix="qshard-tests-")  # tokens made by the tests are not the user's
+os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 
 @pytest.fixture(scope="session")

@@ -41,6 +41,34 @@ def test_answers_and_scores(results, tmp_path, kind, before):
     assert done.returncode == 0 and done.stdout.strip() and not done.stderr, done.stderr
 
 
+def test_questions_are_rendered_as_in_training():
+    """Plain and chat prompts are what the tokens of a training example begin with."""
+    from types import SimpleNamespace
+
+    from scripts import data, generate
+
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    for chat in (False, True):
+        config = SimpleNamespace(
+            dataset="demo",
+            dataset_samples=3,
+            dataset_format="auto",
+            dataset_columns="",
+            chat_template=chat,
+            train_on="completions",
+            context_length=400,
+            truncation="right",
+            skip_bad_rows=False,
+            seed=1,
+        )
+        samples, _ = data.prepare(config, tokenizer)
+        for row, sample in zip(data.load("demo", 3), samples):
+            ids = generate.question_ids(tokenizer, row["instruction"], row["input"], chat)
+            assert list(sample.ids[: len(ids)]) == ids and sample.labels[len(ids)] != -100
+
+
 def test_what_is_missing_is_named(results, tmp_path):
     for flags, text in [
         (["--adapter", "/no/such", "--prompt", "x"], "no folder /no/such"),
