@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,6 +79,14 @@ def read_model(source: Source):
 
 # ------------------------------------------------------------------------------------------------- generating
 
+def dora_caching(model):
+    """PEFT's own cache of what DoRA otherwise computes anew, densely, for every token."""
+    if not hasattr(model, "peft_config"):
+        return nullcontext()
+    from peft.helpers import DoraCaching
+    return DoraCaching()
+
+
 def greedy(model, tokenizer, prompts: list[list[int]], max_new_tokens: int, streamer=None) -> list[str]:
     """The answers to a batch of prompts (token ids), without special tokens and outer white space."""
     import torch
@@ -89,7 +98,7 @@ def greedy(model, tokenizer, prompts: list[list[int]], max_new_tokens: int, stre
     # A config of its own: the model's may sample, or penalise the repetitions that copying a name needs.
     config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad,
                               eos_token_id=tokenizer.eos_token_id)
-    with torch.inference_mode():
+    with torch.inference_mode(), dora_caching(model):
         out = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, streamer=streamer)
     return [text.strip() for text in tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)]
 
@@ -97,7 +106,7 @@ def greedy(model, tokenizer, prompts: list[list[int]], max_new_tokens: int, stre
 def trained_on_chats(folder: str) -> bool:
     """Whether run.json says that every format went through the tokenizer's chat template."""
     file = Path(folder).expanduser() / "run.json"
-    return file.is_file() and json.loads(file.read_text())["config"]["chat_template"]
+    return file.is_file() and json.loads(file.read_text()).get("config", {}).get("chat_template", False)
 
 
 def question_ids(tokenizer, prompt: str, input: str, chat: bool) -> list[int]:

@@ -50,6 +50,19 @@ def test_rows_of_ranks_make_the_whole_tensor(pool, models, model, train_type):
         assert result["digests"] == wanted
 
 
+@pytest.mark.parametrize("n_bits", [8, 4, 3, 2])
+def test_hqq_shards_are_the_whole_in_every_width(pool, models, n_bits):
+    """The ranks take turns in quantising whole weights: the parts are those of one process, and of hqq itself."""
+    flags = dict(train_type="hqq_lora", precision="bf16", n_bits=n_bits)
+    alone = pool.run(1, "load_only", models("llama-odd"), flags)[0]
+    for world in (2, 3, 4):
+        for result in pool.run(world, "load_only", models("llama-odd"), flags):
+            assert result["digests"] == alone["digests"]
+    for result in pool.run(3, "load_only", models("llama-odd"), flags | dict(low_memory=False)):
+        assert result["digests"] == alone["digests"]
+    assert sum(r["local"] for r in pool.run(3, "load_only", models("llama-odd"), flags)) == alone["local"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bits_are_those_of_linear4bit(pool, models, tmp_path, dtype):
     import bitsandbytes as bnb

@@ -280,3 +280,44 @@ def test_other_results_and_their_next_command(models, dataset, tmp_path, train_t
             kept["quantizer"]["n_bits"] == 3
             and json.loads((output / "adapter_config.json").read_text())["use_dora"]
         )
+
+
+@pytest.mark.parametrize(
+    "train_type", ["qlora", "hqq_dora", "bnb_dora", "bnb_llama_pro", "hqq_llama_pro", "dora"]
+)
+def test_trained_saved_merged(models, dataset, tmp_path, train_type):
+    """The two commands a person types, and the merged folder's logits: those of what was trained."""
+    import torch
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    from reference import plain_base
+
+    output, merged, kind = tmp_path / "out", tmp_path / "merged", train.TRAIN_TYPES[train_type]
+    folder = models("llama", train_type)
+    extra = ("--llama_pro_path", folder) if kind.new_blocks else ()
+    done = run(models("llama"), dataset, output, "--train_type", train_type, "--max_steps", "3", *extra)
+    assert done.returncode == 0, done.stderr
+    merge = [
+        sys.executable,
+        str(ROOT / "scripts" / "merge.py"),
+        "--adapter",
+        str(output),
+        "--output_dir",
+        str(merged),
+    ]
+    base = "original" if kind.base == "plain" else "dequantized"
+    done = subprocess.run(
+        [*merge, "--merge_base", base], capture_output=True, text=True, cwd="/", env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    new_blocks = json.loads((output / "run.json").read_text())["model"]["new_blocks"]
+    wanted = plain_base(folder, kind.base, new_blocks)
+    if kind.new_blocks:
+        wanted.load_state_dict(load_file(output / "blocks.safetensors"), strict=False)
+    else:
+        wanted = PeftModel.from_pretrained(wanted, str(output))
+    ids = torch.tensor([[5, 9, 200, 31, 7, 120, 44, 2]])
+    with torch.no_grad():
+        found = plain_base(str(merged), "plain", []).train()(input_ids=ids).logits
+        assert torch.allclose(found, wanted.train()(input_ids=ids).logits, atol=5e-5)
