@@ -199,6 +199,8 @@ class Config:
     sharding_strategy: str = option("full_shard", "what the processes share", tuple(SHARDINGS))
     hybrid_shard_size: int | None = option(None, "processes that share one copy under hybrid_*; without it "
                                                  "those of a node", low=1)
+    attn_implementation: str = option("auto", "attention; auto: sdpa, or eager where a model caps its scores",
+                                      ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2"))
     wrap_policy: str = option("decoder", "FSDP units: blocks, or also their attention and MLP", WRAP_POLICIES)
     use_gradient_checkpointing: bool = option(True, "recompute blocks in backward, keep no activations")
     reentrant_checkpointing: bool = option(False, "the reentrant form of checkpointing")
@@ -382,6 +384,7 @@ def use_fused_loss(model: nn.Module) -> None:
     gathered.
     """
     head, transform = model.get_output_embeddings(), loss.logit_transform(model.config)
+    one_row = model.config._attn_implementation.startswith("flash")  # it tells documents apart in one row
 
     def head_loss(self, hidden, labels):
         if labels is None:
@@ -389,6 +392,8 @@ def use_fused_loss(model: nn.Module) -> None:
         return loss.chunked_cross_entropy(hidden, self.weight, self.bias, labels, transform)
 
     def forward(self, input_ids, positions, labels=None, **packed):
+        if packed and one_row:  # flat positions stay what they are
+            input_ids, packed = input_ids.view(1, -1), {name: t.view(1, -1) for name, t in packed.items()}
         hidden = self.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
         return head(hidden.flatten(0, 1).index_select(0, positions), labels)
     head.forward = types.MethodType(head_loss, head)
@@ -397,15 +402,18 @@ def use_fused_loss(model: nn.Module) -> None:
 
 # ------------------------------------------------------------------------------------------------------ model
 
-def empty_model(folder: Path, dtype: torch.dtype):
+def empty_model(folder: Path, dtype: torch.dtype, attention: str = "auto"):
     """The model with parameters on the meta device and real buffers, so that RoPE's inv_freq is right from
-    the start."""
+    the start. SDPA leaves out Gemma 2's cap on attention scores, hence `auto`."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
     try:
+        config = AutoConfig.from_pretrained(folder)
+        if attention == "auto":
+            attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
-    except (ValueError, KeyError, OSError) as error:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except (ValueError, KeyError, OSError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{folder}: transformers cannot build this model: {reason}") from error
     model.tie_weights()  # meta initialisation made two parameters of tied ones
@@ -659,7 +667,7 @@ def start_adapters(model: Model, blocks: nn.ModuleList, config: Config) -> None:
 
 def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows."""
-    module, kind = empty_model(folder, config.numbers.frozen), config.type
+    module, kind = empty_model(folder, config.numbers.frozen, config.attn_implementation), config.type
     blocks, targets = blocks_of(module), []
     new = checkpoint.new_blocks(folder) if kind.new_blocks else []
     facts = dict(architecture=module.config.model_type, blocks=len(blocks), new_blocks=new,

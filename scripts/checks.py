@@ -18,6 +18,8 @@ def combinations(config) -> list[str]:
         problems.append(f"--eval_fraction {config.eval_fraction}: must be below 1, without --eval_dataset")
     if config.eval_generate and not (config.eval_fraction or config.eval_dataset):
         problems.append("--eval_generate needs --eval_dataset or --eval_fraction")
+    if config.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        problems.append("--attn_implementation flash_attention_2 needs the package flash-attn")
     if config.master_port > 65535:
         problems.append(f"--master_port {config.master_port}: ports end at 65535")
     return problems
@@ -49,10 +51,14 @@ def dataset(name: str | None, flag: str) -> list[str]:
     return []
 
 
-def world(config, accelerators: int) -> list[str]:
+def devices(config, accelerators: int) -> list[str]:
+    """Problems between the configuration and the accelerators of this machine."""
+    problems = []
     if 0 < accelerators < config.world_size:
-        return [f"--world_size {config.world_size}: only {accelerators} accelerator(s) here"]
-    return []
+        problems.append(f"--world_size {config.world_size}: only {accelerators} accelerator(s) here")
+    if config.attn_implementation in ("flex_attention", "flash_attention_2") and not accelerators:
+        problems.append(f"--attn_implementation {config.attn_implementation}: trains on accelerators only")
+    return problems
 
 
 def surroundings(config, accelerators: int) -> list[str]:
@@ -61,4 +67,4 @@ def surroundings(config, accelerators: int) -> list[str]:
             *checkpoint.check_folder(config.llama_pro_path, "--llama_pro_path"),
             *dataset(config.dataset, "--dataset"), *dataset(config.eval_dataset, "--eval_dataset"),
             *checkpoint.check_output(config.output_dir, config.overwrite_output_dir),
-            *world(config, accelerators)]
+            *devices(config, accelerators)]

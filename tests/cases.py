@@ -202,10 +202,16 @@ def small_files(runtime: train.Runtime, *args) -> torch.Tensor:
         train.checkpoint.SAVED_FILE_BYTES = 2 * 2**30
 
 
-def packed_losses(runtime: train.Runtime, folder: str, rows: list, others: list) -> dict:
-    """Summed losses of the documents of packed rows: alone, packed, and packed among other documents."""
-    config = configuration(folder, train_type="full")
+def packed_losses(runtime: train.Runtime, folder: str, rows: list, others: list, attention: str) -> dict:
+    """Summed losses of the documents of packed rows: alone, packed, and packed among other documents. "one row"
+    lays all rows of a batch behind one another, as flash attention needs it."""
+    together = attention == "one row"
+    config = configuration(folder, train_type="full", attn_implementation="auto" if together else attention)
     model = train.build(config, Path(folder), runtime).module
+    if together:
+        model.config._attn_implementation, kept = "flash", model.config._attn_implementation
+        train.use_fused_loss(model)
+        model.config._attn_implementation = kept
 
     def loss(batch: dict, keep=None) -> float:
         given, _ = data.arguments(batch, runtime.device)
@@ -215,12 +221,12 @@ def packed_losses(runtime: train.Runtime, folder: str, rows: list, others: list)
             return model(**given).item()
 
     def each(packed: list) -> list[list[float]]:
-        """The loss of each document inside its packed row."""
-        found = []
+        """The loss of each document inside its packed row, all rows in one batch."""
+        start, found = 0, []
         for row in packed:
-            counts, start, losses = [sum(x != -100 for x in s.labels[1:]) for s in row], 0, []
-            for count in counts:
-                losses.append(loss(data.collate_packed([row], 1), slice(start, start + count)))
+            losses = []
+            for count in (sum(x != -100 for x in s.labels[1:]) for s in row):
+                losses.append(loss(data.collate_packed(packed, 1), slice(start, start + count)))
                 start += count
             found.append(losses)
         return found

@@ -7,7 +7,7 @@ def plain_base(folder: str, base: str, new_blocks: list[int]):
     """transformers' own model: plain, over bitsandbytes' Linear4bit, or with the weights that hqq's Quantizer
     gives."""
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
     kept = ["lm_head", *(f"model.layers.{number}" for number in new_blocks)]
     nf4 = BitsAndBytesConfig(
@@ -18,7 +18,11 @@ def plain_base(folder: str, base: str, new_blocks: list[int]):
         llm_int8_skip_modules=kept,
     )
     extra = dict(quantization_config=nf4) if base == "nf4" else {}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **extra)
+    config = AutoConfig.from_pretrained(folder)
+    attention = "eager" if config.model_type == "gemma2" else "sdpa"  # SDPA would leave out its cap on scores
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention, **extra
+    )
     if base == "hqq":
         for name, linear in model.model.layers.named_modules():
             if isinstance(linear, torch.nn.Linear) and int(name.split(".")[0]) not in new_blocks:
