@@ -11,6 +11,7 @@ path is in scripts/, by name: flags, data, checkpoint (files), quantize, adapter
 """
 import contextlib
 import dataclasses
+import datetime
 import functools
 import gc
 import json
@@ -18,6 +19,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -34,7 +36,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
-from scripts import adapters, checkpoint, checks, data, evaluation, logs, loss  # noqa: E402
+from scripts import adapters, checkpoint, checks, data, evaluation, launcher, logs, loss, state  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
 
@@ -170,6 +172,11 @@ class Config:
     output_dir: str = option("output", "where everything is written")
     overwrite_output_dir: bool = option(False, "write into a folder that is not empty")
     save_model: bool = option(True, "save the adapter (or the model) at the end")
+    save_steps: int = option(500, "a checkpoint every so many steps; -1: only on a signal", low=-1)
+    keep_checkpoints: int = option(2, "the newest so many are kept", low=1)
+    async_save: bool = option(True, "write checkpoints beside training, from a copy in host memory")
+    resume: str | None = option(None, "go on from a checkpoint: its folder, or auto: the newest whole one in "
+                                      "--output_dir, and a new run where there is none")
 
     train_type: str = option("qlora", "what is trained, over which base", tuple(TRAIN_TYPES))
     llama_pro_path: str | None = option(None, "folder of expanded Llama-Pro weights (llama_pro train types)")
@@ -193,6 +200,7 @@ class Config:
     wd: float = option(0.01, "weight decay", low=0)
     apply_gradient_clipping: bool = option(True, "clip the global gradient norm to --grad_norm")
     grad_norm: float = option(1.0, "largest global gradient norm", above=0)
+    skip_nonfinite_steps: int = option(0, "leave out up to so many steps whose gradient is not finite", low=0)
     seed: int = option(42, "seeds adapters, data order and dropout", low=0)
 
     precision: str = option("mp_bf16", "dtypes stored, computed, reduced in (see README)", tuple(PRECISIONS))
@@ -213,6 +221,7 @@ class Config:
     world_size: int = option(-1, "processes; -1: one per accelerator, on a CPU 2 (1 with one core)", low=-1)
     master_addr: str = option("localhost", "address of the first process")
     master_port: int = option(0, "its port; 0: a free one", low=0)
+    timeout_minutes: float = option(30, "how long a process waits for the others before all end", above=0)
     log_to: str = option("tqdm", "progress bar, one line per step, or Weights & Biases", tuple(logs.LOGGERS))
     project_name: str = option("qshard", "wandb project")
     name: str | None = option(None, "wandb run name")
@@ -282,26 +291,9 @@ def accelerator_count() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def launcher_variables(env) -> dict[str, int] | None:
-    """Rank variables set by torchrun (or by hand); None where this process has to start the others itself."""
-    if "RANK" not in env and "WORLD_SIZE" not in env:
-        return None
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
-    if missing:
-        raise UserError(f"RANK/WORLD_SIZE are set but {', '.join(missing)} not: set all four, or none")
-    names = dict(rank="RANK", world="WORLD_SIZE", local_rank="LOCAL_RANK", local_world="LOCAL_WORLD_SIZE")
-    given = {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": env["WORLD_SIZE"]} | dict(env)
-    if wrong := [f"{name}={given[name]}" for name in names.values() if not given[name].isdecimal()]:
-        raise UserError(f"{', '.join(wrong)} is no number")
-    place = {key: int(given[name]) for key, name in names.items()}
-    if place["rank"] >= place["world"]:
-        raise UserError(f"RANK={place['rank']} does not fit WORLD_SIZE={place['world']}")
-    return place
-
-
-def start_runtime(env=os.environ) -> Runtime:
+def start_runtime(env=os.environ, timeout_minutes: float = 30) -> Runtime:
     """Device and process group. One process has a group too, so that it runs the same code as many."""
-    place = launcher_variables(env) or dict(rank=0, world=1, local_rank=0, local_world=1)
+    place = launcher.variables(env) or dict(rank=0, world=1, local_rank=0, local_world=1)
     device, backend, peak = torch.device("cpu"), "gloo", logs.host_peak
     if torch.accelerator.is_available():
         device = torch.device(torch.accelerator.current_accelerator().type, place["local_rank"])
@@ -309,7 +301,7 @@ def start_runtime(env=os.environ) -> Runtime:
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         peak = torch.accelerator.max_memory_allocated
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if place["world"] == 1 else {}
-    dist.init_process_group(backend, **alone)
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes), **alone)
     return Runtime(device=device, peak_memory=peak, **place)
 
 
@@ -730,6 +722,7 @@ class Training:
     scaler: torch.amp.GradScaler
     config: Config
     runtime: Runtime
+    step: int = 0  # optimiser steps made
 
     def scope(self):
         """Autocast and activation offload, as configured, around forward."""
@@ -793,6 +786,7 @@ def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[
     scaler.update()
     training.optimizer.zero_grad()
     training.schedule.step()
+    training.step += 1
     return total, norm
 
 
@@ -828,28 +822,53 @@ def load_data(config: Config, folder: Path) -> data.Held:
         raise UserError(str(error)) from error
 
 
-def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics) -> None:
-    """All optimiser steps, epoch by epoch; the last, smaller window of an epoch is a step like any other."""
-    config, runtime, step = training.config, training.runtime, 0
+def epochs(training: Training, held: data.Held, total: int):
+    """(epoch, its windows) from where the training stands. Every epoch has the same number of steps."""
+    config, runtime = training.config, training.runtime
+    plan = functools.partial(data.plan, held.lengths, config, rank=runtime.rank, world=runtime.world)
+    each = len(plan(epoch=0))
+    for epoch in range(training.step // each, config.num_epochs):
+        yield epoch, plan(epoch=epoch)[training.step - epoch * each:total - epoch * each]
+
+
+def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics, saver: state.Saver,
+          stops: launcher.Stops) -> bool:
+    """The optimiser steps that are left, epoch by epoch; the last, smaller window of an epoch is a step like
+    any other. Returns whether all were made: a signal to any rank ends training, saved, after a step."""
+    config, runtime = training.config, training.runtime
 
     def prepare(window):  # on the host, by a thread, a step ahead
         return [held.collate(rows, config.packing) for rows in window]
-    for epoch in range(config.num_epochs):
-        windows = data.plan(held.lengths, config, epoch=epoch, rank=runtime.rank, world=runtime.world)
-        for window, collated in prefetch(windows[:total - step], prepare, 2):
+    stops.at_once = False
+    for epoch, windows in epochs(training, held, total):
+        for window, collated in prefetch(windows, prepare, 2):
             batches, counts = zip(*(data.arguments(batch, runtime.device) for batch in collated))
-            supervised = int(runtime.gather(sum(counts)).sum())
-            step, lr = step + 1, training.schedule.get_last_lr()[0]
+            every = runtime.gather(sum(counts), stops.asked, saver.status)
+            supervised, stop = int(every[:, 0].sum()), int(every[:, 1].max())
+            saver.settle(every[:, 2].tolist())
+            lr, step = training.schedule.get_last_lr()[0], training.step + 1
+            state.seed_step(config.seed, step, runtime.rank)
             summed, norm = train_step(training, batches, max(1, supervised))
             tokens = sum(held.lengths[i] for rows in window for row in rows for i in row)
             metrics.record(summed, norm, tokens, supervised, step=step, epoch=epoch, lr=lr)
             if held.eval and (step == total or config.eval_steps > 0 and step % config.eval_steps == 0):
                 evaluation.run(training, held, metrics, step=step, epoch=epoch)
+            if stop or config.save_steps > 0 and step % config.save_steps == 0:
+                saver.start(training)
+            if stop and step < total:
+                saver.finish()
+                metrics.show(f"{signal.Signals(stop).name}: stopped after step {step}, which is saved; "
+                             f"--resume auto goes on from there")
+                return False
+    saver.finish()
+    return True
 
 
-def open_output(config: Config) -> None:
+def open_output(config: Config, start: int) -> None:
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    state.clean(folder)
+    state.set_aside(folder, start)
     if config.dataset == "demo":
         from scripts import demo
         lines = [json.dumps(row) + "\n" for row in demo.examples("held_out")]
@@ -867,44 +886,45 @@ def first_here(runtime: Runtime, work: Callable):
     return result
 
 
-def describe(config: Config, runtime: Runtime, folder: Path, held: data.Held, facts: dict) -> dict:
-    """What run.json says before the summary: enough to repeat the run and to recognise its base."""
+def describe(config: Config, runtime: Runtime, folder: Path, held: data.Held) -> dict:
+    """What run.json and checkpoints say of a run: enough to repeat it and to recognise its base and data."""
     return dict(config=dataclasses.asdict(config), world_size=runtime.world, device=runtime.device.type,
                 versions=logs.versions(), git_commit=logs.git_commit(),
-                model=dict(folder=str(folder.resolve()), fingerprint=checkpoint.fingerprint(folder), **facts),
+                model=dict(folder=str(folder.resolve()), fingerprint=checkpoint.fingerprint(folder)),
                 data=dict(fingerprint=held.train.fingerprint, **held.counts._asdict()))
 
 
-def run(config: Config, runtime: Runtime) -> None:
-    """A whole training run on this rank: model folder, data, model, steps, result."""
+def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
+    """A whole training run on this rank: model folder, data, model, steps, result. Returns the exit code."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports optional kernels it does not find
     import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
     folder = first_here(runtime, lambda: checkpoint.find_folder(config.weights))
     held = first_here(runtime, lambda: load_data(config, folder))
     total = config.num_epochs * len(data.plan(held.lengths, config, epoch=0, rank=0, world=runtime.world))
     total = min(total, config.max_steps) if config.max_steps > 0 else total
-    torch.manual_seed(config.seed + runtime.rank)  # for dropout; adapters and data order bring their own
-    model = build(config, folder, runtime)
-    content = describe(config, runtime, folder, held, model.facts)
+    content = describe(config, runtime, folder, held)
+    path, saved = state.choose(config, runtime, content)
+    training = make_training(build(config, folder, runtime), config, runtime, total)
+    content["model"] |= training.model.facts
+    if path:
+        state.load(path, saved, training)
     if runtime.main:
-        open_output(config)
-        logs.introduce(config, model.facts, folder, held, runtime, total)
-    start, training = time.perf_counter(), make_training(model, config, runtime, total)
-    metrics = logs.Metrics(config, runtime, total, content)
-    train(training, held, total, metrics)
+        open_output(config, training.step)
+        logs.introduce(config, training.model.facts, folder, held, runtime, total)
+        state.introduce(config, path, saved)
+    start, metrics = time.perf_counter(), logs.Metrics(config, runtime, total, content)
+    finished = train(training, held, total, metrics, state.Saver(config, runtime, content), stops)
     metrics.close()
-    if config.save_model:
-        save(model, config, folder, held.tokenizer, runtime)
-    if runtime.main:
+    if finished and config.save_model:
+        save(training.model, config, folder, held.tokenizer, runtime)
+    if finished and runtime.main:
         content["summary"] = metrics.summary(time.perf_counter() - start)
         checkpoint.write_json(Path(config.output_dir) / "run.json", content)
         logs.finish(config, content["summary"])
+    return 0 if finished else launcher.STOPPED
 
 
 # ------------------------------------------------------------------------------------------------------- main
-
-CHECKED = "QSHARD_CHECKED"  # set by the process that has looked at flags, files and devices for the others
-
 
 def fail(error: BaseException, rank: int) -> None:
     """Says what happened and ends this process at once; the launcher then ends the others.
@@ -923,56 +943,37 @@ def fail(error: BaseException, rank: int) -> None:
     os._exit(2 if isinstance(error, UserError) else 1)  # destructors would wait for peers that never come
 
 
-def work(argv: list[str]) -> None:
-    """One rank, from process group to process group."""
-    rank = int(os.environ.get("RANK", 0))
+def work(argv: list[str]) -> int:
+    """One rank, from process group to process group. Returns its exit code."""
+    rank, stops = int(os.environ.get("RANK", 0)), launcher.Stops()
+    if launcher.CHECKED in os.environ:
+        launcher.end_with_parent()
     try:
-        config = parse(argv, surroundings=rank == 0 and CHECKED not in os.environ)
-        runtime = start_runtime()
+        config = parse(argv, surroundings=rank == 0 and launcher.CHECKED not in os.environ)
+        runtime = start_runtime(timeout_minutes=config.timeout_minutes)
         if config.world_size not in (-1, runtime.world):
             raise UserError(f"--world_size {config.world_size}, but the launcher started {runtime.world}")
-        run(config, runtime)
+        code = run(config, runtime, stops)
         stop_runtime()
+        return code
     except BaseException as error:
         fail(error, rank)
 
 
-def launch(config: Config, argv: list[str]) -> int:
-    """Starts this script once per process under torch's launcher. Returns 0, or the exit code of the first
-    failure (128 + the signal's number where a signal ended it)."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    world = config.world_size if config.world_size > 0 else accelerator_count() or min(2, cores)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world)))  # more threads than cores stall
-    os.environ[CHECKED] = "1"
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    place = LaunchConfig(1, 1, world, run_id=f"qshard-{os.getpid()}", rdzv_backend="c10d", max_restarts=0,
-                         rdzv_endpoint=f"{config.master_addr}:{config.master_port}")
-    try:
-        elastic_launch(place, sys.executable)("-u", __file__, *argv)
-    except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        return code if code > 0 else 128 - code
-    except SignalException as error:
-        return 128 + error.sigval
-    return 0
-
-
 def main(argv: list[str]) -> int:
     try:
-        if launcher_variables(os.environ):
-            work(argv)
-            return 0
+        if launcher.variables(os.environ):
+            return work(argv)
         config = parse(argv, accelerator_count())
         if config.weights is None or checkpoint.is_hub_id(config.weights):
             checkpoint.find_folder(config.weights)  # once, before there are several processes
             os.environ["HF_HUB_OFFLINE"] = "1"
+        usual = accelerator_count() or min(2, launcher.cores())
+        world = config.world_size if config.world_size > 0 else usual
+        return launcher.launch(__file__, argv, world, config.master_addr, config.master_port)
     except UserError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
-    return launch(config, argv)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,8 @@ def check_output(name: str, overwrite: bool) -> list[str]:
     except OSError as error:
         return [f"--output_dir {name}: {existing} is not writable ({error.strerror})"]
     if existing == folder and any(folder.iterdir()) and not overwrite:
-        return [f"--output_dir {name}: not empty; choose another or pass --overwrite_output_dir true"]
+        return [f"--output_dir {name}: not empty; choose another, or pass --overwrite_output_dir true, or "
+                f"--resume auto to go on from a checkpoint in it"]
     return []
 
 
@@ -289,10 +290,15 @@ class Entry(NamedTuple):
         return STORED[self.dtype][1] * math.prod(self.shape)
 
 
-def header(entries: dict[str, Entry]) -> bytes:
+def aligned(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Larger dtypes first, so that each tensor lies aligned in the file."""
+    return dict(sorted(entries.items(), key=lambda item: -STORED[item[1].dtype][1]))
+
+
+def header(entries: dict[str, Entry], metadata: dict[str, str]) -> bytes:
     """The first bytes of a safetensors file: the length of what follows (8 bytes, little-endian), then names,
     dtypes, shapes and offsets as JSON, padded with spaces to a multiple of 8."""
-    content, end = {"__metadata__": {"format": "pt"}}, 0
+    content, end = {"__metadata__": {"format": "pt"} | metadata}, 0
     for name, entry in entries.items():
         start, end = end, end + entry.bytes
         content[name] = dict(dtype=STORED[entry.dtype][0], shape=entry.shape, data_offsets=(start, end))
@@ -311,27 +317,33 @@ def made_bytes(name: str, entry: Entry):
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
+def pieces(entries: dict[str, Entry], metadata: dict[str, str] = {}) -> Iterator:
+    """The bytes of a safetensors file, tensor by tensor: one is made, given and dropped before the next."""
+    entries = aligned(entries)
+    yield header(entries, metadata)
+    for name, entry in entries.items():
+        yield made_bytes(name, entry)
+
+
 def write_part(path: Path, entries: dict[str, Entry], main: bool = True, advance=lambda: None) -> None:
-    """Writes PATH.part, a safetensors file, tensor by tensor: one is made, written and dropped before the
-    next. Larger dtypes come first, so that each tensor lies aligned. Calls `advance` after each.
+    """Writes PATH.part, a safetensors file, tensor by tensor. Calls `advance` after each.
 
     Where `main` is false the tensors are made, since that may be collective, but nothing is written. On an
     error the part is removed. Raises UserError for a dtype that is not in STORED.
     """
     if unknown := [f"{name}: {entry.dtype}" for name, entry in entries.items() if entry.dtype not in STORED]:
         raise UserError(f"no plain weights: {', '.join(unknown[:8])}")
-    entries = dict(sorted(entries.items(), key=lambda item: -STORED[item[1].dtype][1]))
     part = path.with_name(path.name + ".part")
     if not main:
-        for entry in entries.values():
+        for entry in aligned(entries).values():
             entry.make()
         return
     try:
         with part.open("wb") as file:
-            file.write(header(entries))
-            for name, entry in entries.items():
-                file.write(made_bytes(name, entry))
-                advance()
+            for number, piece in enumerate(pieces(entries)):
+                file.write(piece)
+                if number:
+                    advance()
     except BaseException:
         part.unlink(missing_ok=True)
         raise

@@ -2,14 +2,14 @@
 Each function returns messages for people; all of them are shown together, before any work."""
 import importlib.util
 
-from scripts import checkpoint, data
+from scripts import checkpoint, data, state
 
 PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
 
 
 def combinations(config) -> list[str]:
     """Problems of values that are fine by themselves."""
-    counted = ("world_size", "max_steps", "loading_workers", "eval_steps")
+    counted = ("world_size", "max_steps", "loading_workers", "eval_steps", "save_steps")
     problems = [f"--{name} 0: must be at least 1 (or -1 for the default)"
                 for name in counted if getattr(config, name) == 0]
     if config.lora_dropout >= 1:
@@ -66,5 +66,6 @@ def surroundings(config, accelerators: int) -> list[str]:
     return [*checkpoint.check_folder(config.model_name, "--model_name"),
             *checkpoint.check_folder(config.llama_pro_path, "--llama_pro_path"),
             *dataset(config.dataset, "--dataset"), *dataset(config.eval_dataset, "--eval_dataset"),
-            *checkpoint.check_output(config.output_dir, config.overwrite_output_dir),
+            *checkpoint.check_output(config.output_dir, config.overwrite_output_dir or bool(config.resume)),
+            *state.check(config),
             *devices(config, accelerators)]

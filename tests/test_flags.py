@@ -182,7 +182,7 @@ BAD = {  # flags -> what the message must contain
     "--dataset /no/such.jsonl": "'/no/such.jsonl' is neither a file nor",
     "--dataset alpacca": "did you mean alpaca?",
     "--dataset {nothing}": "is empty; it needs",
-    "--output_dir {full}": "not empty; choose another or pass --overwrite_output_dir true",
+    "--output_dir {full}": "not empty; choose another, or pass --overwrite_output_dir true",
     "--output_dir {file}": "is a file",
     "--output_dir /proc/here": "not writable",
 }
@@ -210,7 +210,7 @@ def places(tmp_path_factory) -> dict[str, str]:
 
 def outcome(capsys, monkeypatch, flags: list[str]) -> str:
     """What train.py prints to stderr for these flags; it must refuse them without starting anything."""
-    monkeypatch.setattr(train, "launch", lambda *args: pytest.fail("a bad configuration was started"))
+    monkeypatch.setattr(train.launcher, "launch", lambda *args: pytest.fail("a bad configuration was started"))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert train.main(flags) == 2
@@ -298,9 +298,9 @@ def test_more_processes_than_accelerators():
 def test_launcher_variables(env, wanted):
     if isinstance(wanted, str):
         with pytest.raises(UserError, match=wanted):
-            train.launcher_variables(env)
+            train.launcher.variables(env)
     else:
-        assert train.launcher_variables(env) == wanted
+        assert train.launcher.variables(env) == wanted
 
 
 def test_every_flag_is_explained_and_grouped():
