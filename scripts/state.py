@@ -170,7 +170,7 @@ def tensors(training) -> dict:
             key, _, parameter = name.partition(".")
             name = f"{key}@{mesh.get_local_rank()}/{mesh.size()}.{parameter}"
         found[name] = tensor
-    return found
+    return dict(sorted(found.items()))
 
 
 def shards(training) -> dict:

@@ -1,9 +1,12 @@
 """What rank processes run for the tests (see pool.py): functions of a runtime and plain arguments, with plain
 results."""
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import math
+import signal
 from pathlib import Path
 
 import torch
@@ -245,3 +248,26 @@ def evaluated(runtime: train.Runtime, folder: str, flags: dict, count: int) -> d
     loss, tokens = train.evaluation.mean_loss(training, tiny.samples(count), 1)
     answers = list(train.evaluation.answers(training, tiny.samples(2), tiny.tokenizer(), 2, longest=5))
     return dict(loss=loss, tokens=tokens, answers=answers, training=model.module.training)
+
+
+class StopAfter:
+    """Stands for launcher.Stops: a signal arrives at `rank` during step `step`."""
+
+    def __init__(self, runtime: train.Runtime, step: int | None, rank: int = 0):
+        self.step, self.mine, self.reads, self.at_once = step, runtime.rank == rank, 0, True
+
+    @property
+    def asked(self) -> int:
+        self.reads += 1
+        return signal.SIGTERM if self.mine and self.reads == self.step else 0
+
+
+def whole_run(runtime: train.Runtime, flags: dict, stop: int | None = None) -> dict:
+    """train.run itself: its exit code, what it printed, and the message of a UserError."""
+    printed, rank = io.StringIO(), runtime.world - 1
+    with contextlib.redirect_stdout(printed):
+        try:
+            code, message = train.run(train.Config(**flags), runtime, StopAfter(runtime, stop, rank)), None
+        except train.UserError as error:
+            code, message = 2, str(error)
+    return dict(code=code, printed=printed.getvalue(), message=message)

@@ -1,0 +1,267 @@
+"""Runs that are stopped and go on: the same bits as a run that was never stopped; and everything that can happen
+to a checkpoint."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+import train
+from scripts import state
+
+HALF, TOTAL = 3, 6
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    return tiny.write_alpaca(tmp_path_factory.mktemp("data") / "rows.jsonl")
+
+
+@pytest.fixture(scope="module")
+def given(models, dataset):
+    """Flags of a run of two epochs of three steps, which stops and goes on inside the first or the second."""
+
+    def flags(output: Path, train_type: str = "qlora", model: str = "llama", **extra) -> dict:
+        kind = train.TRAIN_TYPES[train_type]
+        base = dict(
+            model_name=models(model),
+            dataset=str(dataset),
+            output_dir=str(output),
+            train_type=train_type,
+            precision="fp32",
+            lora_rank=4,
+            lr=1e-2,
+            batch_size=2,
+            num_epochs=2,
+            save_steps=HALF,
+            log_to="stdout",
+        )
+        if kind.adapter:
+            base["lora_dropout"] = 0.1
+        if kind.new_blocks:
+            base["llama_pro_path"] = models(model, train_type)
+        return base | extra
+
+    return flags
+
+
+def sums(folder: Path) -> list:
+    """The check sums of a checkpoint's files: equal where every bit of every shard is."""
+    return [json.loads(path.read_text())["crc32"] for path in sorted(folder.glob("rank-*.json"))]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The whole tensors of a checkpoint, put together by torch.distributed.checkpoint itself."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    reader = HuggingFaceStorageReader(str(folder))
+    found = {
+        name: torch.empty(stored.size, dtype=stored.properties.dtype)
+        for name, stored in reader.read_metadata().state_dict_metadata.items()
+    }
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def rows(output: Path, *names: str) -> list[list]:
+    found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [[row[name] for name in ("step", "epoch", "lr", *names)] for row in found]
+
+
+def finish(pool, world: int, flags: dict, **kwargs) -> dict:
+    done = pool.run(world, "whole_run", flags, **kwargs)
+    assert {one["code"] for one in done} == {0}, done
+    return done[0]
+
+
+def interrupted(pool, world: int, given, tmp_path: Path, *args, **extra) -> tuple[Path, Path]:
+    """The folders of a straight run, and of one that goes on from the straight one's middle."""
+    straight, second = tmp_path / "straight", tmp_path / "second"
+    finish(pool, world, given(straight, *args, **extra))
+    shutil.copytree(straight / f"checkpoint-{HALF}", second / f"checkpoint-{HALF}")
+    shutil.copy(straight / "metrics.jsonl", second)
+    finish(pool, world, given(second, *args, **extra, resume="auto"))
+    return straight, second
+
+
+def assert_same(straight: Path, second: Path) -> None:
+    last = f"checkpoint-{TOTAL}"
+    assert sums(straight / last) == sums(second / last) != sums(straight / f"checkpoint-{HALF}")
+    assert rows(straight, "loss", "grad_norm") == rows(second, "loss", "grad_norm")
+    results = sorted(path.name for path in straight.glob("*.safetensors"))
+    assert results and all((straight / n).read_bytes() == (second / n).read_bytes() for n in results)
+
+
+@pytest.mark.parametrize("train_type", train.TRAIN_TYPES)
+def test_train_types(pool, given, tmp_path, train_type):
+    """Weights, moments, learning rate, order and dropout go on bit for bit."""
+    assert_same(*interrupted(pool, 2, given, tmp_path, train_type))
+
+
+@pytest.mark.parametrize("precision", [p for p in train.PRECISIONS if p != "fp32"])
+@pytest.mark.parametrize("train_type", ["qlora", "full"])
+def test_precisions(pool, given, tmp_path, precision, train_type):
+    assert_same(*interrupted(pool, 2, given, tmp_path, train_type, precision=precision))
+
+
+@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
+@pytest.mark.parametrize("train_type", ["lora", "full"])
+def test_optimizers(pool, given, tmp_path, optimizer, train_type):
+    assert_same(*interrupted(pool, 2, given, tmp_path, train_type, optimizer=optimizer))
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("train_type", ["hqq_dora", "full"])
+def test_world_sizes(pool, given, tmp_path, world, train_type):
+    split = dict(batch_size=12 // (3 * world)) if world != 3 else dict(batch_size=1, num_epochs=2)
+    assert_same(*interrupted(pool, world, given, tmp_path, train_type, max_steps=TOTAL, **split))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(use_cpu_offload=True),
+        dict(sharding_strategy="ddp"),
+        dict(sharding_strategy="hybrid_full_shard", hybrid_shard_size=1),
+        dict(packing=True, context_length=400, max_steps=TOTAL, batch_size=1, num_epochs=4),
+        dict(group_by_length=True),
+        dict(gradient_accumulation_steps=2, batch_size=1),
+        dict(async_save=False),
+    ],
+    ids=str,
+)
+def test_other_switches(pool, given, tmp_path, flags):
+    assert_same(*interrupted(pool, 2, given, tmp_path, "lora", **flags))
+
+
+@pytest.mark.parametrize(
+    "world, flags",
+    [
+        (1, dict(batch_size=4)),
+        (1, dict(batch_size=2, gradient_accumulation_steps=2)),
+        (4, dict(batch_size=1)),
+        (2, dict(sharding_strategy="ddp")),
+        (4, dict(batch_size=1, sharding_strategy="hybrid_full_shard", hybrid_shard_size=2)),
+    ],
+)
+@pytest.mark.parametrize("train_type", ["bnb_dora", "full"])
+def test_another_split(pool, given, tmp_path, world, flags, train_type):
+    """From two ranks to another world size or sharding: equal to rounding, weights and moments. `llama-odd` has
+    numbers of rows that do not divide."""
+    straight, second = tmp_path / "straight", tmp_path / "second"
+    plain = dict(model="llama-odd", lora_dropout=0.0)
+    finish(pool, 2, given(straight, train_type, **plain))
+    shutil.copytree(straight / f"checkpoint-{HALF}", second / f"checkpoint-{HALF}")
+    finish(pool, world, given(second, train_type, **plain | flags, resume="auto"))
+    one, other = (tensors(folder / f"checkpoint-{TOTAL}") for folder in (straight, second))
+    before = tensors(straight / f"checkpoint-{HALF}")
+    assert one.keys() == other.keys() == before.keys()
+    for name, wanted in one.items():
+        assert torch.allclose(wanted, other[name], rtol=1e-4, atol=1e-6), name
+    assert any(not torch.equal(wanted, before[name]) for name, wanted in one.items())
+
+
+def test_a_signal_to_one_rank_stops_all_saved(pool, given, tmp_path):
+    """The last rank is asked to stop during step 2, in no step to save; then the run goes on, twice."""
+    straight, second = tmp_path / "straight", tmp_path / "second"
+    finish(pool, 2, given(straight))
+    done = pool.run(2, "whole_run", given(second, save_steps=-1), 2)
+    assert {one["code"] for one in done} == {75} and "SIGTERM: stopped after step 2" in done[0]["printed"]
+    assert [path.name for path in state.found(str(second))] == ["checkpoint-2"]
+    assert not (second / "adapter_model.safetensors").exists()
+    done = pool.run(2, "whole_run", given(second, save_steps=-1, resume="auto"), 3)
+    assert {one["code"] for one in done} == {75}
+    printed = finish(pool, 2, given(second, resume="auto"))["printed"]
+    assert "checkpoint-5, 5 steps done; changed: --save_steps -1 -> 3" in printed
+    assert_same(straight, second)
+
+
+def test_the_newest_are_kept_and_a_finished_run_is_left_alone(pool, given, tmp_path):
+    out = tmp_path / "out"
+    finish(pool, 2, given(out, save_steps=1, keep_checkpoints=3))
+    assert [path.name for path in state.found(str(out))] == ["checkpoint-6", "checkpoint-5", "checkpoint-4"]
+    before = {path: path.read_bytes() for path in out.rglob("*.safetensors")}
+    finish(pool, 2, given(out, save_steps=1, keep_checkpoints=3, resume="auto"))
+    assert before == {path: path.read_bytes() for path in out.rglob("*.safetensors")}
+    assert len(rows(out)) == TOTAL
+
+
+def spoil(folder: Path, how: str) -> None:
+    path = next(iter(sorted(folder.glob("rank-00001*.safetensors"))))
+    content = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(content[:-100])
+    elif how == "one byte":
+        path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    elif how == "missing":
+        path.unlink()
+    elif how == "no note":
+        path.with_suffix(".json").unlink()
+    else:
+        (folder / "state.json").write_text(how)
+
+
+@pytest.mark.parametrize("how", ["truncated", "one byte", "missing", "no note", "{", "[]", ""])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(pool, given, tmp_path, how):
+    straight, out = tmp_path / "straight", tmp_path / "out"
+    finish(pool, 2, given(straight, save_steps=2))
+    for step in (2, 4, 6):
+        source = straight / f"checkpoint-{step}"
+        if source.exists():
+            shutil.copytree(source, out / source.name)
+    spoil(out / "checkpoint-6", how)
+    refused = pool.run(2, "whole_run", given(out, save_steps=2, resume=str(out / "checkpoint-6")))
+    assert {one["code"] for one in refused} == {2} and "damaged" in refused[0]["message"]
+    printed = finish(pool, 2, given(out, save_steps=2, resume="auto"))["printed"]
+    assert "checkpoint-6 is damaged and passed over" in printed and "checkpoint-4, 4 steps done" in printed
+    assert sums(out / "checkpoint-6") == sums(straight / "checkpoint-6")
+    assert len(list(out.glob("set-aside-*-checkpoint-6"))) == 1
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        (dict(lr=2e-2), "--lr was 0.01, is 0.02"),
+        (dict(lora_rank=8), "--lora_rank was 4, is 8"),
+        (dict(num_epochs=3), "--num_epochs was 2, is 3"),
+        (dict(train_type="lora"), "--train_type was qlora, is lora"),
+        (dict(seed=1), "--seed was 42, is 1"),
+        (dict(batch_size=4), "processes x batch_size x gradient_accumulation_steps was 4, is 8"),
+        (dict(dataset="dummy"), "the data are not the same"),
+        (dict(model="llama-tied"), "the base model is another one"),
+    ],
+)
+def test_another_training_is_refused(pool, given, tmp_path, flags, named):
+    out = tmp_path / "out"
+    finish(pool, 2, given(out, max_steps=HALF))
+    before = sorted(out.rglob("*"))
+    done = pool.run(2, "whole_run", given(out, **dict(max_steps=HALF) | flags, resume="auto"))
+    assert {one["code"] for one in done} == {2} and named in done[0]["message"]
+    assert sorted(out.rglob("*")) == before
+
+
+def test_a_constant_rate_may_go_on_for_longer(pool, given, tmp_path):
+    straight, second = tmp_path / "straight", tmp_path / "second"
+    constant = dict(lr_scheduler="constant")
+    finish(pool, 2, given(straight, **constant))
+    finish(pool, 2, given(second, **constant, num_epochs=1))
+    finish(pool, 2, given(second, **constant, resume="auto"))
+    assert sums(straight / "checkpoint-6") == sums(second / "checkpoint-6")
+
+
+def test_checkpoints_hold_what_is_trained_and_nothing_else(pool, given, tmp_path):
+    """Adapters only, each element once, whatever the sharding; no pickle."""
+    for number, (world, extra) in enumerate([(2, {}), (2, dict(sharding_strategy="ddp")), (3, {})]):
+        out = tmp_path / str(number)
+        finish(pool, world, given(out, max_steps=HALF, **extra))
+        files = {path.suffix for path in (out / "checkpoint-3").iterdir()}
+        assert files == {".json", ".safetensors"}
+        trained = json.loads((out / "run.json").read_text())["model"]["trained_parameters"]
+        whole = tensors(out / "checkpoint-3")
+        assert sum(t.numel() for name, t in whole.items() if name.startswith("model.")) == trained
+        held = sum(path.stat().st_size for path in (out / "checkpoint-3").glob("*.safetensors"))
+        assert 3 * 4 * trained < held < 3 * 4 * trained + 300 * len(whole) * world
