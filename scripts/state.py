@@ -316,8 +316,7 @@ class Saver:
         try:
             self.part().rename(self.folder / f"checkpoint-{self.step}")
             for old in found(self.folder)[self.config.keep_checkpoints:]:
-                old.rename(self.folder / f".{old.name}.old")
-            clean(self.folder)
+                shutil.rmtree(old.rename(self.folder / f".{old.name}.old"))
         except OSError as error:
             print(f"save    checkpoint-{self.step}: {error}", flush=True)
 
@@ -329,7 +328,7 @@ class Saver:
 
 
 def clean(folder: Path) -> None:
-    """Removes what interrupted saves have left, and checkpoints on their way out."""
+    """Removes what an interrupted run has left: halves of saves, checkpoints on their way out."""
     for path in (*folder.glob(".checkpoint-*.part"), *folder.glob(".checkpoint-*.old")):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -1,0 +1,166 @@
+"""Processes that are killed at random moments: whatever dies, the run that goes on is the run that was never
+disturbed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import tiny
+
+KILLS, STEPS = 30, 40
+
+
+class Nursery:
+    """tests/nursery.py, and the run that it has under way."""
+
+    def __init__(self, log: Path):
+        self.log = log
+        env = os.environ | dict(NURSERY_LOG=str(log), OMP_NUM_THREADS="1")
+        command = [sys.executable, str(Path(__file__).parent / "nursery.py")]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+
+    def start(self, flags: list[str]) -> list[int]:
+        """Starts a run. Returns the process ids of its launcher and its ranks."""
+        print(json.dumps(flags), file=self.process.stdin, flush=True)
+        word, *pids = self.process.stdout.readline().split()
+        assert word == "start", self.log.read_text()[-3000:]
+        return [int(pid) for pid in pids]
+
+    def end(self, seconds: float = 60) -> int:
+        """Waits for the end of the run. Returns its exit code; a run that does not end fails the test."""
+        alarm = threading.Timer(seconds, self.process.kill)
+        alarm.start()
+        word, code = self.process.stdout.readline().split() or ("nothing", "0")
+        alarm.cancel()
+        assert word == "end", f"still running after {seconds} s:\n{self.log.read_text()[-3000:]}"
+        return int(code)
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory):
+    made = Nursery(tmp_path_factory.mktemp("nursery") / "log")
+    yield made
+    made.process.stdin.close()
+    made.process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def flags(models, tmp_path_factory):
+    dataset = tiny.write_alpaca(tmp_path_factory.mktemp("data") / "rows.jsonl", 4 * STEPS)
+
+    def command(output: Path, *extra: str) -> list[str]:
+        text = f"""--model_name {models("llama")} --dataset {dataset} --output_dir {output} --precision fp32 --lr 0.01
+            --lora_rank 4 --lora_dropout 0.1 --batch_size 2 --save_steps 1 --keep_checkpoints 2 --log_to stdout
+            --resume auto"""
+        return [*text.split(), *extra]
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nursery, flags, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    nursery.start(flags(folder))
+    assert nursery.end() == 0, nursery.log.read_text()
+    return folder
+
+
+def losses(folder: Path) -> list[tuple]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in found]
+
+
+def assert_undisturbed(folder: Path, undisturbed: Path) -> None:
+    assert losses(folder) == losses(undisturbed) and len(losses(folder)) == STEPS
+    name = "adapter_model.safetensors"
+    assert (folder / name).read_bytes() == (undisturbed / name).read_bytes()
+    assert not list(folder.glob(".checkpoint-*")) and len(list(folder.glob("checkpoint-*"))) == 2
+
+
+def newest(folder: Path) -> int:
+    return max((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), default=0)
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return "zombie" in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_killed_at_random_moments(nursery, flags, undisturbed, tmp_path):
+    """A rank or the launcher is killed, 30 times, from the first moment to the last, often during a save (there is
+    one every step). Checkpoints only ever grow newer, and each run that gets to its end is the undisturbed one."""
+    rng, kills, number, finished, inside = random.Random(1), 0, 0, 0, 0
+    while kills < KILLS:
+        folder = tmp_path / str(number)
+        before = newest(folder) if folder.exists() else 0
+        pids = nursery.start(flags(folder))
+        if rng.random() < 0.7:  # from the start, or from inside training
+            while newest(folder) <= before and not gone(pids[0]):
+                time.sleep(0.005)
+        time.sleep(rng.random() * 0.8)
+        victim = rng.choice(pids)
+        if not gone(victim):
+            os.kill(victim, signal.SIGKILL)
+            kills += 1
+        code = nursery.end()
+        if victim == pids[0]:  # its ranks must not live on
+            deadline = time.monotonic() + 10
+            while not all(map(gone, pids)):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        assert newest(folder) >= before
+        inside += len(list(folder.glob(".checkpoint-*.part")))
+        if code == 0:
+            assert_undisturbed(folder, undisturbed)
+            number, finished = number + 1, finished + 1
+        else:
+            assert code in (137, -9)
+    nursery.start(flags(folder))
+    assert nursery.end() == 0
+    assert_undisturbed(folder, undisturbed)
+    print(f"{kills} kills, {inside} during a save, {finished + 1} runs finished")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("whom", ["launcher", "rank"])
+def test_signals(nursery, flags, undisturbed, tmp_path, number, whom):
+    """Documented code 75, the step saved, and the run goes on to the same end."""
+    pids = nursery.start(flags(tmp_path, "--save_steps", "-1"))
+    while not (tmp_path / "metrics.jsonl").exists() or len(losses(tmp_path)) < 5:
+        time.sleep(0.01)
+    os.kill(pids[0] if whom == "launcher" else pids[2], number)
+    assert nursery.end() == 75 and 5 <= newest(tmp_path) == losses(tmp_path)[-1][0] < STEPS
+    nursery.start(flags(tmp_path, "--save_steps", "20"))
+    assert nursery.end() == 0
+    assert losses(tmp_path) == losses(undisturbed)
+
+
+def test_a_second_interrupt_ends_at_once(nursery, flags, tmp_path):
+    pids = nursery.start(flags(tmp_path))
+    while newest(tmp_path) < 2:
+        time.sleep(0.01)
+    for rank in pids[1:]:
+        os.kill(rank, signal.SIGSTOP)  # so that no step ends in between
+    os.kill(pids[0], signal.SIGINT)
+    time.sleep(0.3)
+    os.kill(pids[0], signal.SIGINT)
+    assert nursery.end(10) == 130 and all(map(gone, pids))
+
+
+def test_a_signal_before_the_first_step(nursery, flags, tmp_path):
+    pids = nursery.start(flags(tmp_path))
+    os.kill(pids[0], signal.SIGUSR1)
+    assert nursery.end(20) == 75 and not newest(tmp_path)
