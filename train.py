@@ -34,7 +34,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
-from scripts import adapters, checkpoint, checks, data, evaluation, logs, loss  # noqa: E402
+from scripts import adapters, checkpoint, checks, data, evaluation, flops, logs, loss, profiling  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
 
@@ -148,7 +148,7 @@ SCHEDULES: dict[str, Callable] = {"constant": _constant, "linear": _linear, "cos
 # ---------------------------------------------------------------------------------------------- configuration
 
 @dataclass(frozen=True)
-class Config:
+class Config(logs.Flags, profiling.Flags):
     model_name: str | None = option(None, "Hugging Face folder or hub id; without it SmolLM2-135M-Instruct")
     dataset: str = option("demo", "demo, dummy, alpaca, alpaca_sample, guanaco, sql, orca_math; a file; a "
                                   "folder of `datasets`; a hub id[:split][@revision]; or several: a=1,b=0.5")
@@ -213,12 +213,6 @@ class Config:
     world_size: int = option(-1, "processes; -1: one per accelerator, on a CPU 2 (1 with one core)", low=-1)
     master_addr: str = option("localhost", "address of the first process")
     master_port: int = option(0, "its port; 0: a free one", low=0)
-    log_to: str = option("tqdm", "progress bar, one line per step, or Weights & Biases", tuple(logs.LOGGERS))
-    project_name: str = option("qshard", "wandb project")
-    name: str | None = option(None, "wandb run name")
-    group: str | None = option(None, "wandb group")
-    entity: str | None = option(None, "wandb entity")
-    verbose: bool = option(False, "print the FSDP units as well")
 
     @property
     def type(self) -> TrainType:
@@ -236,7 +230,8 @@ class Config:
 
 # The first option of each group of --help; the group goes on until the next one.
 GROUPS = {"model_name": "model, data, result", "train_type": "what is trained", "batch_size": "optimisation",
-          "precision": "precision, sharding, memory", "world_size": "processes and logs"}
+          "precision": "precision, sharding, memory", "world_size": "processes", "log_to": "logs",
+          "profile": "profiling"}
 
 
 def parse(argv: list[str], accelerators: int = 0, surroundings: bool = True) -> Config:
@@ -265,6 +260,7 @@ class Runtime:
     local_world: int
     device: torch.device
     peak_memory: Callable[[], int]  # bytes: peak allocated on the accelerator; on a CPU the process's peak
+    phase: Callable[[str], None] = lambda moment: None  # called at named moments; see logs.Memory
 
     @property
     def main(self) -> bool:
@@ -668,6 +664,7 @@ def start_adapters(model: Model, blocks: nn.ModuleList, config: Config) -> None:
 def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows."""
     module, kind = empty_model(folder, config.numbers.frozen, config.attn_implementation), config.type
+    runtime.phase("after_model_created")
     blocks, targets = blocks_of(module), []
     new = checkpoint.new_blocks(folder) if kind.new_blocks else []
     facts = dict(architecture=module.config.model_type, blocks=len(blocks), new_blocks=new,
@@ -686,7 +683,8 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     stored = checkpoint.Checkpoint(folder)
     matched = stored.match(slots)
     facts |= dict(quantized_parameters=quantized_elements(blocks), targets=targets,
-                  trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad))
+                  trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
+                  flops=flops.per_token(module, blocks))
     map_parameters(module, lambda p: p.to(config.numbers.trained) if p.requires_grad else p)
     use_fused_loss(module)
     if config.use_gradient_checkpointing:
@@ -694,7 +692,9 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     mesh = make_mesh(config, runtime)
     facts["units"] = shard(module, blocks, config, mesh)
     allocate(module, torch.device("cpu") if config.use_cpu_offload else runtime.device, runtime.device)
+    runtime.phase("after_model_wrap")
     load(stored, matched, config, runtime, mesh)
+    runtime.phase("after_model_loaded")
     model = Model(module.train(), mesh, targets, facts | dict(bytes_read=stored.bytes_read))
     start_adapters(model, blocks, config)
     return model
@@ -734,6 +734,7 @@ class Training:
     def scope(self):
         """Autocast and activation offload, as configured, around forward."""
         stack, kind = contextlib.ExitStack(), self.runtime.device.type
+        self.runtime.phase("before_forward")
         if dtype := self.config.numbers.autocast:
             stack.enter_context(torch.autocast(kind, dtype))
         if self.config.use_activation_cpu_offload:
@@ -785,11 +786,14 @@ def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[
         module.set_is_last_backward(number == len(batches))
         with training.scope():
             summed = module(**batch)
+        training.runtime.phase("after_forward")
         scaler.scale(summed / tokens).backward()
+        training.runtime.phase("after_backward")
         total += summed.detach()
     scaler.unscale_(training.optimizer)  # before clipping, or the threshold would be off by the loss scale
     norm = clip_gradients(training.model, config.grad_norm if config.apply_gradient_clipping else math.inf)
     scaler.step(training.optimizer)
+    training.runtime.phase("after_optimizer_step")
     scaler.update()
     training.optimizer.zero_grad()
     training.schedule.step()
@@ -828,7 +832,7 @@ def load_data(config: Config, folder: Path) -> data.Held:
         raise UserError(str(error)) from error
 
 
-def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics) -> None:
+def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics, tick: Callable) -> None:
     """All optimiser steps, epoch by epoch; the last, smaller window of an epoch is a step like any other."""
     config, runtime, step = training.config, training.runtime, 0
 
@@ -837,6 +841,7 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
     for epoch in range(config.num_epochs):
         windows = data.plan(held.lengths, config, epoch=epoch, rank=runtime.rank, world=runtime.world)
         for window, collated in prefetch(windows[:total - step], prepare, 2):
+            tick()
             batches, counts = zip(*(data.arguments(batch, runtime.device) for batch in collated))
             supervised = int(runtime.gather(sum(counts)).sum())
             step, lr = step + 1, training.schedule.get_last_lr()[0]
@@ -884,6 +889,7 @@ def run(config: Config, runtime: Runtime) -> None:
     total = config.num_epochs * len(data.plan(held.lengths, config, epoch=0, rank=0, world=runtime.world))
     total = min(total, config.max_steps) if config.max_steps > 0 else total
     torch.manual_seed(config.seed + runtime.rank)  # for dropout; adapters and data order bring their own
+    runtime = logs.watch_memory(config, runtime)
     model = build(config, folder, runtime)
     content = describe(config, runtime, folder, held, model.facts)
     if runtime.main:
@@ -891,7 +897,8 @@ def run(config: Config, runtime: Runtime) -> None:
         logs.introduce(config, model.facts, folder, held, runtime, total)
     start, training = time.perf_counter(), make_training(model, config, runtime, total)
     metrics = logs.Metrics(config, runtime, total, content)
-    train(training, held, total, metrics)
+    with profiling.profiler(config, runtime) as tick:
+        train(training, held, total, metrics, tick)
     metrics.close()
     if config.save_model:
         save(model, config, folder, held.tokenizer, runtime)
