@@ -56,7 +56,8 @@ def per_token(model: nn.Module, blocks) -> dict[str, float]:
     block that holds something trained upwards, and 2n for its own where it is trained. `supervised` is the
     head, which only supervised positions reach. Attention takes 4 * heads * head size per pair of positions
     forward and twice that backward; as in PaLM the causal half is not taken off. Left out, being small:
-    norms, activations, rotary embedding, softmax, the loss, DoRA's norms.
+    norms, activations, rotary embedding, softmax, the loss, DoRA's norms, routers of experts. Counted,
+    though adapters over a frozen embedding do not need it: the first block's gradient at q, k and v.
     """
     config, head = model.config, model.get_output_embeddings()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -245,3 +245,27 @@ def evaluated(runtime: train.Runtime, folder: str, flags: dict, count: int) -> d
     loss, tokens = train.evaluation.mean_loss(training, tiny.samples(count), 1)
     answers = list(train.evaluation.answers(training, tiny.samples(2), tiny.tokenizer(), 2, longest=5))
     return dict(loss=loss, tokens=tokens, answers=answers, training=model.module.training)
+
+
+def flops_of_step(runtime: train.Runtime, folder: str, flags: dict) -> dict:
+    """What torch's counter counts in a step without recomputation, and what scripts/flops.py says of it."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    flags = flags | dict(use_gradient_checkpointing=False, attn_implementation="eager")
+    config = configuration(folder, **flags)
+    model = train.build(config, Path(folder), runtime)
+    training = train.make_training(model, config, runtime, 2)
+    samples = [s._replace(labels=[-100] * 3 + s.ids[3:]) for s in tiny.samples(60) if len(s.ids) >= 16]
+    samples = [type(s)(s.ids[:16], s.labels[:16]) for s in samples[:4]]
+    batch, supervised = data.arguments(data.collate(samples, 1), runtime.device)
+    with FlopCounterMode(display=False) as counter:
+        train.train_step(training, [batch], supervised)
+    per = model.facts["flops"]
+    said = train.flops.of_step(per, 4 * 16, supervised, 16)
+    return dict(counted=counter.get_total_flops(), said=said, attention=per["attention"] * 4 * 16 * 16)
+
+
+def whole_run(runtime: train.Runtime, flags: dict) -> None:
+    """train.run, as the command does it."""
+    torch.manual_seed(0)
+    train.run(configuration(flags["model_name"], **flags), runtime)
