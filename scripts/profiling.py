@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,6 +123,7 @@ def profiler(config, runtime, done: int = 0):
         yield lambda: None
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports every start and stop
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # of a cycle, once they are written
     import torch
     recorder, first = Recorder(config, runtime, done), done + 1
     cycle = torch.profiler.schedule(wait=wait_steps(config), warmup=config.profiling_warmup_steps,
