@@ -140,7 +140,12 @@ def profiler(config, runtime, done: int = 0):
         next(moves)()
         recorder.step += 1
     recorder.keep_history("all")
-    yield tick
-    if recorder.step > done:
-        profile.stop()
-    recorder.keep_history(None)
+    try:
+        yield tick
+    except BaseException:
+        profile.on_trace_ready = None  # the error is what matters now
+        raise
+    finally:
+        if recorder.step > done:
+            profile.stop()
+        recorder.keep_history(None)

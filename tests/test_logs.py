@@ -173,14 +173,16 @@ def test_time_left_counts_from_where_the_run_goes_on(monkeypatch, capsys):
 # ---------------------------------------------------------------------------------- TensorBoard and wandb's files
 
 
-def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path):
+def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     first = begin(tmp_path, log_to="tensorboard")
     record(first, 1, 2, 3, 4)
+    flush, flushed = first.sink.writer.flush, []
+    monkeypatch.setattr(first.sink.writer, "flush", lambda: flushed.append(flush()))
     first.state()  # a checkpoint: what was logged is on disk, also when the process is then killed
     reader = EventAccumulator(str(tmp_path / "tensorboard"))
-    assert [e.step for e in reader.Reload().Scalars("loss")] == [1, 2, 3, 4]
+    assert [e.step for e in reader.Reload().Scalars("loss")] == [1, 2, 3, 4] and flushed
     first.close()
     second = begin(tmp_path, log_to="tensorboard", done=2)
     record(second, 3, 4, 5, 6, part=1)
@@ -225,17 +227,22 @@ def wandb_history(folder: Path) -> tuple[str, list[dict]]:
 
 
 def test_wandb_goes_on_with_the_same_run(tmp_path, monkeypatch):
+    """Each part with a wandb process of its own, as each has in earnest."""
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     first = begin(tmp_path, log_to="wandb", name="a name")
     record(first, 1, 2, 3)
     state = json.loads(json.dumps(first.state()))
     first.close()
+    wandb.teardown()
     (before,) = (tmp_path / "wandb").glob("offline-run-*")
     second = begin(tmp_path, log_to="wandb", done=2, logger_state=state)
     record(second, 3, 4)
     assert second.state() == state
     second.close()
+    wandb.teardown()
     (after,) = set((tmp_path / "wandb").glob("offline-run-*")) - {before}
     (one, logged), (two, logged_after) = wandb_history(before), wandb_history(after)
     assert one == two == state["wandb_id"]
@@ -244,6 +251,7 @@ def test_wandb_goes_on_with_the_same_run(tmp_path, monkeypatch):
     other = begin(tmp_path, log_to="wandb")
     assert other.state() != state
     other.close()
+    wandb.teardown()
 
 
 # ------------------------------------------------------------------------------------------- FLOPs and throughput
@@ -367,7 +375,7 @@ def test_memory_is_noted_in_the_first_three_steps(pool, models, tmp_path):
 
 
 def test_memory_keeps_the_largest_and_forgets_evaluations(tmp_path, monkeypatch):
-    used = iter([5, 9, 7, 100, 3, *[1] * 20])
+    used = iter([9, 5, 7, 100, 3, *[1] * 20])
     monkeypatch.setattr(logs, "host_memory", lambda: next(used))
     monkeypatch.setattr(logs, "host_peak", lambda: 50)
     memory = logs.Memory(torch.device("cpu"))

@@ -162,10 +162,14 @@ def test_training_goes_on_where_files_cannot_be_written(tmp_path, capsys):
 
 
 def test_an_error_inside_the_loop_is_what_is_seen(tmp_path):
-    config = train.Config(profile=True, profiling_output=str(tmp_path / "profile"))
+    """While a step is recorded: nothing is written, and nothing is recorded afterwards."""
+    config = train.Config(profile=True, profiling_output=str(tmp_path / "profile"), **STEPS)
     with pytest.raises(ZeroDivisionError), profiling.profiler(config, runtime()) as tick:
-        tick()
+        for _ in range(3):
+            tick()
+        assert torch.autograd._profiler_enabled()
         raise ZeroDivisionError
+    assert not torch.autograd._profiler_enabled() and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
