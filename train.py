@@ -36,7 +36,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
-from scripts import adapters, checkpoint, checks, data, evaluation, launcher, logs, loss, state  # noqa: E402
+from scripts import adapters, checkpoint, checks, data, evaluation, flops, launcher, logs, loss  # noqa: E402
+from scripts import profiling, state  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
 
@@ -150,7 +151,7 @@ SCHEDULES: dict[str, Callable] = {"constant": _constant, "linear": _linear, "cos
 # ---------------------------------------------------------------------------------------------- configuration
 
 @dataclass(frozen=True)
-class Config:
+class Config(logs.Flags, profiling.Flags):
     model_name: str | None = option(None, "Hugging Face folder or hub id; without it SmolLM2-135M-Instruct")
     dataset: str = option("demo", "demo, dummy, alpaca, alpaca_sample, guanaco, sql, orca_math; a file; a "
                                   "folder of `datasets`; a hub id[:split][@revision]; or several: a=1,b=0.5")
@@ -222,12 +223,6 @@ class Config:
     master_addr: str = option("localhost", "address of the first process")
     master_port: int = option(0, "its port; 0: a free one", low=0)
     timeout_minutes: float = option(30, "how long a process waits for the others before all end", above=0)
-    log_to: str = option("tqdm", "progress bar, one line per step, or Weights & Biases", tuple(logs.LOGGERS))
-    project_name: str = option("qshard", "wandb project")
-    name: str | None = option(None, "wandb run name")
-    group: str | None = option(None, "wandb group")
-    entity: str | None = option(None, "wandb entity")
-    verbose: bool = option(False, "print the FSDP units as well")
 
     @property
     def type(self) -> TrainType:
@@ -245,7 +240,8 @@ class Config:
 
 # The first option of each group of --help; the group goes on until the next one.
 GROUPS = {"model_name": "model, data, result", "train_type": "what is trained", "batch_size": "optimisation",
-          "precision": "precision, sharding, memory", "world_size": "processes and logs"}
+          "precision": "precision, sharding, memory", "world_size": "processes", "log_to": "logs",
+          "profile": "profiling"}
 
 
 def parse(argv: list[str], accelerators: int = 0, surroundings: bool = True) -> Config:
@@ -274,6 +270,7 @@ class Runtime:
     local_world: int
     device: torch.device
     peak_memory: Callable[[], int]  # bytes: peak allocated on the accelerator; on a CPU the process's peak
+    phase: Callable[[str], None] = lambda moment: None  # called at named moments; see logs.Memory
 
     @property
     def main(self) -> bool:
@@ -660,6 +657,7 @@ def start_adapters(model: Model, blocks: nn.ModuleList, config: Config) -> None:
 def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows."""
     module, kind = empty_model(folder, config.numbers.frozen, config.attn_implementation), config.type
+    runtime.phase("after_model_created")
     blocks, targets = blocks_of(module), []
     new = checkpoint.new_blocks(folder) if kind.new_blocks else []
     facts = dict(architecture=module.config.model_type, blocks=len(blocks), new_blocks=new,
@@ -678,7 +676,8 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     stored = checkpoint.Checkpoint(folder)
     matched = stored.match(slots)
     facts |= dict(quantized_parameters=quantized_elements(blocks), targets=targets,
-                  trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad))
+                  trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
+                  flops=flops.per_token(module, blocks))
     map_parameters(module, lambda p: p.to(config.numbers.trained) if p.requires_grad else p)
     use_fused_loss(module)
     if config.use_gradient_checkpointing:
@@ -686,7 +685,9 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     mesh = make_mesh(config, runtime)
     facts["units"] = shard(module, blocks, config, mesh)
     allocate(module, torch.device("cpu") if config.use_cpu_offload else runtime.device, runtime.device)
+    runtime.phase("after_model_wrap")
     load(stored, matched, config, runtime, mesh)
+    runtime.phase("after_model_loaded")
     model = Model(module.train(), mesh, targets, facts | dict(bytes_read=stored.bytes_read))
     start_adapters(model, blocks, config)
     return model
@@ -727,6 +728,7 @@ class Training:
     def scope(self):
         """Autocast and activation offload, as configured, around forward."""
         stack, kind = contextlib.ExitStack(), self.runtime.device.type
+        self.runtime.phase("before_forward")
         if dtype := self.config.numbers.autocast:
             stack.enter_context(torch.autocast(kind, dtype))
         if self.config.use_activation_cpu_offload:
@@ -778,11 +780,14 @@ def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[
         module.set_is_last_backward(number == len(batches))
         with training.scope():
             summed = module(**batch)
+        training.runtime.phase("after_forward")
         scaler.scale(summed / tokens).backward()
+        training.runtime.phase("after_backward")
         total += summed.detach()
     scaler.unscale_(training.optimizer)  # before clipping, or the threshold would be off by the loss scale
     norm = clip_gradients(training.model, config.grad_norm if config.apply_gradient_clipping else math.inf)
     scaler.step(training.optimizer)
+    training.runtime.phase("after_optimizer_step")
     scaler.update()
     training.optimizer.zero_grad()
     training.schedule.step()
@@ -832,7 +837,7 @@ def epochs(training: Training, held: data.Held, total: int):
 
 
 def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics, saver: state.Saver,
-          stops: launcher.Stops) -> bool:
+          stops: launcher.Stops, tick: Callable) -> bool:
     """The optimiser steps that are left, epoch by epoch; the last, smaller window of an epoch is a step like
     any other. Returns whether all were made: a signal to any rank ends training, saved, after a step."""
     config, runtime = training.config, training.runtime
@@ -842,6 +847,7 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
     stops.at_once = False
     for epoch, windows in epochs(training, held, total):
         for window, collated in prefetch(windows, prepare, 2):
+            tick()
             batches, counts = zip(*(data.arguments(batch, runtime.device) for batch in collated))
             every = runtime.gather(sum(counts), stops.asked, saver.status)
             supervised, stop = int(every[:, 0].sum()), int(every[:, 1].max())
@@ -903,6 +909,7 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
     total = config.num_epochs * len(data.plan(held.lengths, config, epoch=0, rank=0, world=runtime.world))
     total = min(total, config.max_steps) if config.max_steps > 0 else total
     content = describe(config, runtime, folder, held)
+    runtime = logs.watch_memory(config, runtime)
     path, saved = state.choose(config, runtime, content)
     training = make_training(build(config, folder, runtime), config, runtime, total)
     content["model"] |= training.model.facts
@@ -912,8 +919,11 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
         open_output(config, training.step)
         logs.introduce(config, training.model.facts, folder, held, runtime, total)
         state.introduce(config, path, saved)
-    start, metrics = time.perf_counter(), logs.Metrics(config, runtime, total, content)
-    finished = train(training, held, total, metrics, state.Saver(config, runtime, content), stops)
+    start = time.perf_counter()
+    metrics = logs.Metrics(config, runtime, total, content, training.step, saved.get("logger"))
+    saver = state.Saver(config, runtime, content | dict(logger=metrics.state()))
+    with profiling.profiler(config, runtime) as tick:
+        finished = train(training, held, total, metrics, saver, stops, tick)
     metrics.close()
     if finished and config.save_model:
         save(training.model, config, folder, held.tokenizer, runtime)

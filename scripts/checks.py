@@ -2,9 +2,10 @@
 Each function returns messages for people; all of them are shown together, before any work."""
 import importlib.util
 
-from scripts import checkpoint, data, state
+from scripts import checkpoint, data, profiling, state
 
 PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
+LOG_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # what a logger needs
 
 
 def combinations(config) -> list[str]:
@@ -22,7 +23,10 @@ def combinations(config) -> list[str]:
         problems.append("--attn_implementation flash_attention_2 needs the package flash-attn")
     if config.master_port > 65535:
         problems.append(f"--master_port {config.master_port}: ports end at 65535")
-    return problems
+    package = LOG_PACKAGES.get(config.log_to)
+    if package and importlib.util.find_spec(package) is None:
+        problems.append(f"--log_to {config.log_to} needs the package {package}: pip install {package}")
+    return problems + profiling.problems(config)
 
 
 def train_type(config) -> list[str]:

@@ -56,13 +56,13 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def make_parser(config: type, groups: dict[str, str], description: str, problems: list[str]):
-    """An argparse parser; `groups` maps the first field of each group of --help to its title."""
+    """An argparse parser; `groups` maps the first field of each group of --help to its title, in the order of
+    --help."""
     parser = argparse.ArgumentParser(prog="train.py", description=description, allow_abbrev=False,
                                      formatter_class=HelpFormatter)
-    target = parser
+    target, titled = parser, {first: parser.add_argument_group(title) for first, title in groups.items()}
     for spec in dataclasses.fields(config):
-        if spec.name in groups:
-            target = parser.add_argument_group(groups[spec.name])
+        target = titled.get(spec.name, target)
         kind, default, choices = type_of(spec), spec.default, spec.metadata["choices"]
         shown = str(default).lower() if kind is bool else default
         text = spec.metadata["help"] + (f": {', '.join(choices)}" if choices else "")

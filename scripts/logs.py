@@ -1,5 +1,6 @@
-"""What a person sees of a run: a few lines before, a bar or lines or Weights & Biases during, a summary
-after, and the rows of metrics.jsonl. Add a logger: one class, one row of LOGGERS."""
+"""What a person sees of a run: a few lines before, a bar, lines, Weights & Biases or TensorBoard during, a
+summary after, and the rows of metrics.jsonl. Add a logger: one class, one row of LOGGERS."""
+import dataclasses
 import json
 import math
 import os
@@ -7,9 +8,23 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.flags import UserError
+from scripts import flops
+from scripts.flags import UserError, option
+
+LOG_TO = ("tqdm", "stdout", "wandb", "tensorboard")
+
+
+@dataclass(frozen=True)
+class Flags:
+    log_to: str = option("tqdm", "a progress bar, a line per step, Weights & Biases, or TensorBoard", LOG_TO)
+    project_name: str = option("qshard", "wandb project")
+    name: str | None = option(None, "wandb run name")
+    group: str | None = option(None, "wandb group")
+    entity: str | None = option(None, "wandb entity")
+    verbose: bool = option(False, "print the FSDP units as well")
 
 
 def say(label: str, text: str) -> None:
@@ -31,23 +46,63 @@ def host_memory() -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
+class Memory:
+    """Memory in use at named moments (`Runtime.phase`) up to the end of the third step, for --profile_memory:
+    on an accelerator what is allocated and reserved, on a CPU the process's private memory. Only counters of
+    the host are read."""
+
+    def __init__(self, device):
+        import torch
+        self.moments: dict[str, int] = {}
+        self.steps = 3
+        self.kinds, self.peaks = dict(allocated=host_memory), dict(allocated=host_peak)
+        if device.type != "cpu":
+            now, most = torch.accelerator.memory_allocated, torch.accelerator.max_memory_allocated
+            self.kinds = dict(allocated=now, reserved=torch.accelerator.memory_reserved)
+            self.peaks = dict(allocated=most, reserved=torch.accelerator.max_memory_reserved)
+
+    def __call__(self, moment: str, kinds: dict | None = None) -> None:
+        """Of a moment that comes several times (micro-batches) the largest value is kept."""
+        for kind, read in (kinds or self.kinds).items() if self.steps else ():
+            name = f"memory/{kind}_{moment}"
+            self.moments[name] = max(read(), self.moments.get(name, 0))
+
+    def take(self, runtime) -> dict[str, int]:
+        """The moments of a step, and of what came before the first, in bytes: of each the largest of all
+        ranks."""
+        if not self.steps:
+            return {}
+        self("peak", self.peaks)
+        names, values = zip(*self.moments.items())
+        self.moments, self.steps = {}, self.steps - 1
+        return dict(zip(names, map(int, runtime.gather(*values).amax(0).tolist())))
+
+
+def watch_memory(config, runtime):
+    """The runtime, noting memory where --profile_memory is on."""
+    return dataclasses.replace(runtime, phase=Memory(runtime.device)) if config.profile_memory else runtime
+
+
 def describe(row: dict) -> str:
     """One row of metrics.jsonl in a line."""
+    utilised = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
     return (f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm {row['grad_norm']:.2f}  "
-            f"{row['tokens_per_second']:.0f} tok/s  {row['peak_memory_bytes'] / 2**30:.2f} GiB")
+            f"{row['tokens_per_second']:.0f} tok/s{utilised}  {row['peak_memory_bytes'] / 2**30:.2f} GiB")
 
 
 class StdoutLog:
-    """One line per step. `every` seconds may pass without one, the first and last step always get theirs."""
+    """One line per step. `every` seconds may pass without one, the first and last step always get theirs.
+    `done`: steps of an earlier part of this run; `state`: what state() gave then."""
 
-    def __init__(self, config, total: int, run: dict, every: float = 0.0):
-        self.total, self.every, self.last, self.start = total, every, 0.0, time.monotonic()
+    def __init__(self, config, total: int, run: dict, done: int, state: dict, every: float = 0.0):
+        self.total, self.done, self.every, self.last = total, done, every, 0.0
+        self.start = time.monotonic()
 
     def write(self, row: dict) -> None:
         now, step = time.monotonic(), row["step"]
-        if now - self.last >= self.every or step in (1, self.total):
+        if now - self.last >= self.every or step in (self.done + 1, self.total):
             self.last = now
-            left = (now - self.start) / step * (self.total - step)
+            left = (now - self.start) / (step - self.done) * (self.total - step)
             print(f"step {step}/{self.total}  {describe(row)}  {left:.0f} s left", flush=True)
 
     def show(self, text: str) -> None:
@@ -57,6 +112,10 @@ class StdoutLog:
         self.show(f"step {row['step']}/{self.total}  eval loss {row['eval_loss']:.4f}, perplexity "
                   f"{row['eval_perplexity']:.3f} over {row['eval_supervised_tokens']} tokens")
 
+    def state(self) -> dict:
+        """What a later part of this run needs to go on; everything before is on disk."""
+        return {}
+
     def close(self) -> None:
         pass
 
@@ -64,11 +123,12 @@ class StdoutLog:
 class TqdmLog(StdoutLog):
     """A bar on a terminal; where there is none, a line every ten seconds, so that log files stay readable."""
 
-    def __init__(self, config, total: int, run: dict):
+    def __init__(self, config, total: int, run: dict, done: int, state: dict):
         from tqdm import tqdm
-        super().__init__(config, total, run)
-        self.lines = None if sys.stderr.isatty() else StdoutLog(config, total, run, every=10)
-        self.bar = tqdm(total=total, unit="step", disable=self.lines is not None, dynamic_ncols=True,
+        super().__init__(config, total, run, done, state)
+        bar = sys.stderr.isatty()
+        self.lines = None if bar else StdoutLog(config, total, run, done, state, every=10)
+        self.bar = tqdm(total=total, initial=done, unit="step", disable=not bar, dynamic_ncols=True,
                         bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}  {remaining} left")
 
     def write(self, row: dict) -> None:
@@ -85,13 +145,15 @@ class TqdmLog(StdoutLog):
 
 
 class WandbLog(TqdmLog):
-    """Weights & Biases, beside the bar."""
+    """Weights & Biases, beside the bar. A resumed run keeps its id and goes on in the same charts."""
 
-    def __init__(self, config, total: int, run: dict):
+    def __init__(self, config, total: int, run: dict, done: int, state: dict):
         import wandb
-        super().__init__(config, total, run)
+        super().__init__(config, total, run, done, state)
+        known = state.get("wandb_id")
         self.run = wandb.init(project=config.project_name, name=config.name, group=config.group,
-                              entity=config.entity, dir=config.output_dir, config=run)
+                              entity=config.entity, dir=config.output_dir, config=run, id=known,
+                              resume="allow" if known else None)
 
     def write(self, row: dict) -> None:
         super().write(row)
@@ -101,23 +163,83 @@ class WandbLog(TqdmLog):
         super().evaluated(row)
         self.run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
 
+    def state(self) -> dict:
+        return dict(wandb_id=self.run.id)
+
     def close(self) -> None:
         super().close()
         self.run.finish()
 
 
-LOGGERS = {"tqdm": TqdmLog, "stdout": StdoutLog, "wandb": WandbLog}
+class TensorBoardLog(TqdmLog):
+    """Event files in <output_dir>/tensorboard, beside the bar. Steps that an earlier part of the run wrote
+    after the one it is resumed from are hidden."""
+
+    def __init__(self, config, total: int, run: dict, done: int, state: dict):
+        from torch.utils.tensorboard import SummaryWriter
+        super().__init__(config, total, run, done, state)
+        self.writer = SummaryWriter(str(Path(config.output_dir) / "tensorboard"), purge_step=done + 1)
+        text = "\n".join("    " + line for line in json.dumps(run, indent=2, default=str).splitlines())
+        self.writer.add_text("run", text, done + 1)
+
+    def scalars(self, row: dict) -> None:
+        for name, value in row.items():
+            if name != "step":
+                self.writer.add_scalar(name, value, row["step"])
+
+    def write(self, row: dict) -> None:
+        super().write(row)
+        self.scalars(row)
+
+    def evaluated(self, row: dict) -> None:
+        super().evaluated(row)
+        self.scalars(row)
+
+    def state(self) -> dict:
+        self.writer.flush()
+        return {}
+
+    def close(self) -> None:
+        super().close()
+        self.writer.close()
+
+
+LOGGERS = dict(zip(LOG_TO, (TqdmLog, StdoutLog, WandbLog, TensorBoardLog)))
+
+
+def keep_rows(file: Path, done: int) -> list[dict]:
+    """Leaves in metrics.jsonl the rows of the first `done` steps, and returns them. Later ones will come
+    again, and a line that a dying process left unfinished goes. The new file replaces the old in one go."""
+    rows = []
+    for line in file.read_text().splitlines() if done and file.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    rows = [row for row in rows if row["step"] <= done]
+    fresh = file.with_name(file.name + ".new")
+    fresh.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fresh.replace(file)
+    return rows
 
 
 class Metrics:
     """metrics.jsonl, one object per optimiser step, and what the person watches. Made on every rank; all add
-    up, and only rank 0 writes."""
+    up, and only rank 0 writes. A run that goes on after `done` steps keeps their rows; `logger_state` is then
+    what state() gave. `run` is what run.json says before the summary."""
 
-    def __init__(self, config, runtime, total: int, run: dict):
-        self.runtime, self.rows, self.clock, self.sink = runtime, [], time.perf_counter(), None
+    def __init__(self, config, runtime, total: int, run: dict, done=0, logger_state: dict | None = None):
+        self.runtime, self.done, self.clock, self.sink = runtime, done, time.perf_counter(), None
+        self.rows, self.made, self.memory = [], 0, {}
+        self.watch = runtime.phase if config.profile_memory else None
+        self.peak = flops.device_peak(runtime.device) if config.numbers.compute.itemsize == 2 else None
+        self.run = run
         if runtime.main:
-            self.file = open(Path(config.output_dir) / "metrics.jsonl", "w", buffering=1)
-            self.sink = LOGGERS[config.log_to](config, total, run)
+            file = Path(config.output_dir) / "metrics.jsonl"
+            kept = keep_rows(file, done)
+            self.rows = [row for row in kept if "eval_loss" not in row]
+            self.file = open(file, "a", buffering=1)
+            self.sink = LOGGERS[config.log_to](config, total, run, done, logger_state or {})
 
     def record(self, loss, norm, tokens: int, supervised: int, **row) -> None:
         """Adds the row of a step from this rank's summed `loss` and `tokens`, the global gradient `norm` and
@@ -126,9 +248,10 @@ class Metrics:
         loss, tokens, host, _ = every.sum(0).tolist()
         now = time.perf_counter()
         row |= dict(loss=loss / max(1, supervised), grad_norm=norm.item(), tokens=int(tokens),
-                    supervised_tokens=supervised, tokens_per_second=tokens / (now - self.clock),
-                    peak_memory_bytes=int(every[:, 3].max()), host_memory_bytes=int(host))
-        self.clock = now
+                    supervised_tokens=supervised, peak_memory_bytes=int(every[:, 3].max()),
+                    host_memory_bytes=int(host))
+        row |= self.throughput(row, now - self.clock) | self.moments()
+        self.clock, self.made = now, self.made + 1
         self.rows.append(row)
         if self.sink:
             self.file.write(json.dumps(row) + "\n")
@@ -138,12 +261,34 @@ class Metrics:
             raise UserError(f"step {row['step']}: the loss is {loss} (rank {', '.join(bad)}), so nothing is "
                             f"saved; a smaller --lr or --precision mp_bf16 may help")
 
+    def throughput(self, row: dict, seconds: float) -> dict[str, float]:
+        """Of a step of all ranks: tokens and supervised tokens per second, share of the devices' peak."""
+        tokens, supervised = row["tokens"], row["supervised_tokens"]
+        found = dict(tokens_per_second=tokens / seconds, supervised_tokens_per_second=supervised / seconds)
+        if self.peak:
+            length = self.run["data"]["total_tokens"] / self.run["data"]["kept"]
+            work = flops.of_step(self.run["model"]["flops"], tokens, supervised, length)
+            found["mfu"] = work / (seconds * self.runtime.world * self.peak)
+        return found
+
+    def moments(self) -> dict[str, int]:
+        """Memory at the phases of the first steps; {} when that is over or not wanted."""
+        found = self.watch.take(self.runtime) if self.watch else {}
+        self.memory |= {name: max(value, self.memory.get(name, 0)) for name, value in found.items()}
+        return found
+
     def evaluated(self, eval_loss: float, **row) -> None:
         """Adds the row of an evaluation."""
         row |= dict(eval_loss=eval_loss, eval_perplexity=math.exp(min(eval_loss, 700)))
+        if self.watch:
+            self.watch.moments.clear()  # its phases are not those of a step
         if self.sink:
             self.file.write(json.dumps(row) + "\n")
             self.sink.evaluated(row)
+
+    def state(self) -> dict:
+        """For a checkpoint: what `logger_state` of the run that goes on from here must be. Plain JSON."""
+        return self.sink.state() if self.sink else {}
 
     def show(self, text: str) -> None:
         """Lines beside the bar."""
@@ -156,12 +301,16 @@ class Metrics:
             self.file.close()
 
     def summary(self, seconds: float) -> dict:
-        """The run in a few numbers, for run.json and the last lines."""
+        """The run in a few numbers, for run.json and the last lines; of rank 0, steps before `done` included,
+        but for `seconds` and the throughput, which are those of this part."""
+        recent = sum(row["tokens"] for row in self.rows[-self.made:]) if self.made else 0
         tokens = sum(row["tokens"] for row in self.rows)
-        return dict(seconds=round(seconds, 1), steps=len(self.rows), tokens=tokens,
-                    tokens_per_second=round(tokens / seconds, 1), loss_first=self.rows[0]["loss"],
-                    loss_last=self.rows[-1]["loss"],
-                    peak_memory_bytes=max(row["peak_memory_bytes"] for row in self.rows))
+        found = dict(seconds=round(seconds, 1), steps=len(self.rows), tokens=tokens,
+                     tokens_per_second=round(recent / seconds, 1), loss_first=self.rows[0]["loss"],
+                     loss_last=self.rows[-1]["loss"],
+                     peak_memory_bytes=max(row["peak_memory_bytes"] for row in self.rows))
+        found |= dict(resumed_at=self.done) if self.done else {}
+        return found | (dict(memory=self.memory) if self.memory else {})
 
 
 def introduce(config, facts: dict, folder: Path, held, runtime, total: int) -> None:
@@ -193,6 +342,8 @@ def finish(config, summary: dict) -> None:
     say("done", f"{summary['steps']} steps in {summary['seconds']:.0f} s, loss {losses}, "
                 f"{summary['tokens_per_second']:.0f} tokens/s, "
                 f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB per process")
+    for name, value in summary.get("memory", {}).items():
+        say("memory", f"{name.removeprefix('memory/').replace('_', ' '):<34}{value / 2**30:8.3f} GiB")
     if not config.save_model:
         return
     result = config.output_dir

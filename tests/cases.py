@@ -250,6 +250,24 @@ def evaluated(runtime: train.Runtime, folder: str, flags: dict, count: int) -> d
     return dict(loss=loss, tokens=tokens, answers=answers, training=model.module.training)
 
 
+def flops_of_step(runtime: train.Runtime, folder: str, flags: dict) -> dict:
+    """What torch's counter counts in a step without recomputation, and what scripts/flops.py says of it."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    flags = flags | dict(use_gradient_checkpointing=False, attn_implementation="eager")
+    config = configuration(folder, **flags)
+    model = train.build(config, Path(folder), runtime)
+    training = train.make_training(model, config, runtime, 2)
+    samples = [s._replace(labels=[-100] * 3 + s.ids[3:]) for s in tiny.samples(60) if len(s.ids) >= 16]
+    samples = [type(s)(s.ids[:16], s.labels[:16]) for s in samples[:4]]
+    batch, supervised = data.arguments(data.collate(samples, 1), runtime.device)
+    with FlopCounterMode(display=False) as counter:
+        train.train_step(training, [batch], supervised)
+    per = model.facts["flops"]
+    said = train.flops.of_step(per, 4 * 16, supervised, 16)
+    return dict(counted=counter.get_total_flops(), said=said, attention=per["attention"] * 4 * 16 * 16)
+
+
 class StopAfter:
     """Stands for launcher.Stops: a signal arrives at `rank` during step `step`."""
 
@@ -267,7 +285,8 @@ def whole_run(runtime: train.Runtime, flags: dict, stop: int | None = None) -> d
     printed, rank = io.StringIO(), runtime.world - 1
     with contextlib.redirect_stdout(printed):
         try:
-            code, message = train.run(train.Config(**flags), runtime, StopAfter(runtime, stop, rank)), None
+            config = configuration(flags["model_name"], **flags)
+            code, message = train.run(config, runtime, StopAfter(runtime, stop, rank)), None
         except train.UserError as error:
             code, message = 2, str(error)
     return dict(code=code, printed=printed.getvalue(), message=message)

@@ -23,6 +23,7 @@ METRICS = {
     "tokens",
     "supervised_tokens",
     "tokens_per_second",
+    "supervised_tokens_per_second",
     "peak_memory_bytes",
     "host_memory_bytes",
 }

@@ -1,0 +1,406 @@
+"""What a run tells: rows, bars, TensorBoard and Weights & Biases, also across a resume; FLOPs; memory."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tiny
+import train
+from scripts import flops, logs
+
+RUN = dict(
+    data=dict(total_tokens=100, kept=10),
+    model=dict(flops=dict(token=1000.0, supervised=500.0, attention=10.0)),
+)
+
+
+def alone(**changes) -> SimpleNamespace:
+    """The runtime of a single process, without a process group."""
+    given = dict(
+        rank=0,
+        main=True,
+        world=1,
+        device=torch.device("cpu"),
+        peak_memory=lambda: 2**20,
+        phase=lambda moment: None,
+        gather=lambda *numbers: torch.tensor([numbers], dtype=torch.float64),
+    )
+    return SimpleNamespace(**given | changes)
+
+
+def begin(
+    folder, total=6, runtime=None, log_to="stdout", done=0, logger_state=None, **flags
+) -> logs.Metrics:
+    config = train.Config(output_dir=str(folder), log_to=log_to, **flags)
+    return logs.Metrics(config, runtime or alone(), total, RUN, done=done, logger_state=logger_state)
+
+
+def record(metrics: logs.Metrics, *steps: int, part: int = 0) -> None:
+    """Rows whose loss is 1/step; `part` shows in the learning rate which part of a run wrote a row."""
+    for step in steps:
+        metrics.record(
+            torch.tensor(4.0 / step), torch.tensor(1.5), 10, 4, step=step, epoch=0, lr=float(part)
+        )
+
+
+def rows(folder) -> list[dict]:
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+# ------------------------------------------------------------------------------------------------------- flags
+
+
+def test_flags_stand_beside_their_code_and_help_keeps_its_order(capsys):
+    names = [spec.name for spec in dataclasses.fields(train.Config)]
+    assert len(names) == len(set(names)) and {"log_to", "profile", "batch_size"} <= set(names)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        train.Config().log_to = "stdout"
+    assert list(dataclasses.asdict(train.Config())) == names
+    assert dataclasses.replace(train.Config(), name="x").name == "x"
+    with pytest.raises(SystemExit):
+        train.parse(["--help"])
+    text = capsys.readouterr().out
+    places = [text.index(f"\n{title}:\n") for title in train.GROUPS.values()]
+    assert places == sorted(places)
+    firsts = [text.index(f"--{name} ") for name in train.GROUPS]
+    assert all(low < first for low, first in zip(places, firsts))
+    assert text.index("--entity ") > text.index("\nlogs:\n") and text.index("--seed ") < text.index(
+        "\nlogs:\n"
+    )
+
+
+@pytest.mark.parametrize("name", logs.LOG_TO)
+def test_a_missing_package_is_named(monkeypatch, name):
+    find = train.checks.importlib.util.find_spec
+    monkeypatch.setattr(
+        train.checks.importlib.util, "find_spec", lambda package: None if package == name else find(package)
+    )
+    if name in ("wandb", "tensorboard"):
+        with pytest.raises(train.UserError, match=f"--log_to {name} needs the package {name}"):
+            train.parse(["--log_to", name], surroundings=False)
+    else:
+        train.parse(["--log_to", name], surroundings=False)
+
+
+# -------------------------------------------------------------------------------------------- rows and resuming
+
+
+def test_a_resumed_run_keeps_the_rows_before_and_writes_the_rest_anew(tmp_path, capsys):
+    first = begin(tmp_path)
+    record(first, 1, 2)
+    first.evaluated(0.5, step=2, epoch=0, eval_supervised_tokens=7)
+    record(first, 3, 4)
+    first.evaluated(0.4, step=4, epoch=0, eval_supervised_tokens=7)
+    with open(tmp_path / "metrics.jsonl", "a") as file:  # killed in the middle of a row
+        file.write('{"step": 5, "lo')
+    capsys.readouterr()
+    second = begin(tmp_path, done=2, logger_state=first.state())
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 2]  # before anything new is written
+    record(second, 3, 4, 5, 6, part=1)
+    second.evaluated(0.3, step=6, epoch=0, eval_supervised_tokens=7)
+    second.close()
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == [1, 2, 2, 3, 4, 5, 6, 6]
+    assert [row["lr"] for row in found if "lr" in row] == [0, 0, 1, 1, 1, 1]
+    assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl"}
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in said if "eval" not in line] == [
+        f"step {n}/6" for n in range(3, 7)
+    ]
+    summary = second.summary(seconds=2.0)
+    assert summary["steps"] == 6 and summary["tokens"] == 60 and summary["resumed_at"] == 2
+    assert summary["loss_first"] == 1.0 and summary["loss_last"] == pytest.approx(1 / 6)
+    assert summary["tokens_per_second"] == 20.0  # the 40 tokens of this part in its 2 seconds
+
+
+def test_a_resume_at_the_end_and_a_new_start(tmp_path):
+    first = begin(tmp_path, total=2)
+    record(first, 1, 2)
+    first.close()
+    again = begin(tmp_path, total=2, done=2)
+    summary = again.summary(seconds=1.0)
+    assert (summary["steps"], summary["tokens"], summary["tokens_per_second"]) == (2, 20, 0)
+    again.close()
+    anew = begin(tmp_path, total=2)
+    assert rows(tmp_path) == []
+    record(anew, 1, part=1)
+    anew.close()
+    assert [row["lr"] for row in rows(tmp_path)] == [1]
+    assert "resumed_at" not in anew.summary(1.0)
+
+
+def test_kept_rows_replace_the_file_at_once(tmp_path, monkeypatch):
+    """A process that dies while it rewrites the file leaves the old one."""
+    first = begin(tmp_path)
+    record(first, 1, 2, 3)
+    first.close()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def die(self, target):
+        assert [json.loads(line)["step"] for line in self.read_text().splitlines()] == [1, 2]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        begin(tmp_path, done=2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    metrics = begin(tmp_path, runtime=alone(main=False, rank=1), done=1)
+    record(metrics, 2)
+    metrics.evaluated(0.5, step=2, epoch=0, eval_supervised_tokens=7)
+    assert metrics.state() == {} and not list(tmp_path.iterdir())
+
+
+def test_time_left_counts_from_where_the_run_goes_on(monkeypatch, capsys):
+    clock = iter([100.0, 110.0, 120.0])
+    monkeypatch.setattr(logs.time, "monotonic", lambda: next(clock))
+    log = logs.StdoutLog(None, total=12, run={}, done=8, state={})
+    row = dict(loss=1.0, lr=1.0, grad_norm=1.0, tokens_per_second=1.0, peak_memory_bytes=0)
+    log.write(row | dict(step=9))
+    log.write(row | dict(step=10))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step 9/12") and lines[0].endswith(" 30 s left")
+    assert lines[1].endswith(" 20 s left")
+
+
+# ---------------------------------------------------------------------------------- TensorBoard and wandb's files
+
+
+def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = begin(tmp_path, log_to="tensorboard")
+    record(first, 1, 2, 3, 4)
+    flush, flushed = first.sink.writer.flush, []
+    monkeypatch.setattr(first.sink.writer, "flush", lambda: flushed.append(flush()))
+    first.state()  # a checkpoint: what was logged is on disk, also when the process is then killed
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    assert [e.step for e in reader.Reload().Scalars("loss")] == [1, 2, 3, 4] and flushed
+    first.close()
+    second = begin(tmp_path, log_to="tensorboard", done=2)
+    record(second, 3, 4, 5, 6, part=1)
+    second.evaluated(0.25, step=6, epoch=0, eval_supervised_tokens=7)
+    second.close()
+    reader = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in reader.Scalars("lr")] == [(n, float(n > 2)) for n in range(1, 7)]
+    assert [e.value for e in reader.Scalars("loss")] == pytest.approx([1 / n for n in range(1, 7)])
+    assert [(e.step, e.value) for e in reader.Scalars("eval_loss")] == [(6, 0.25)]
+    assert {"tokens_per_second", "supervised_tokens_per_second", "grad_norm"} <= set(reader.Tags()["scalars"])
+
+
+def wandb_records(file: Path):
+    """Records of an offline run's file: LevelDB's log format behind a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, parts = file.read_bytes(), 7, b""
+    while place + 7 <= len(content):
+        if (room := 2**15 - place % 2**15) < 7:
+            place += room
+            continue
+        size, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        parts, place = parts + content[place + 7 : place + 7 + size], place + 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+def wandb_history(folder: Path) -> tuple[str, list[dict]]:
+    """(run id, logged rows) of an offline run's folder."""
+    (file,) = folder.glob("*.wandb")
+    found, logged = None, []
+    for record in wandb_records(file):
+        if record.HasField("run"):
+            found = record.run.run_id
+        if record.HasField("history"):
+            items = record.history.item
+            logged.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
+    return found, logged
+
+
+def test_wandb_goes_on_with_the_same_run(tmp_path, monkeypatch):
+    """Each part with a wandb process of its own, as each has in earnest."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    first = begin(tmp_path, log_to="wandb", name="a name")
+    record(first, 1, 2, 3)
+    state = json.loads(json.dumps(first.state()))
+    first.close()
+    wandb.teardown()
+    (before,) = (tmp_path / "wandb").glob("offline-run-*")
+    second = begin(tmp_path, log_to="wandb", done=2, logger_state=state)
+    record(second, 3, 4)
+    assert second.state() == state
+    second.close()
+    wandb.teardown()
+    (after,) = set((tmp_path / "wandb").glob("offline-run-*")) - {before}
+    (one, logged), (two, logged_after) = wandb_history(before), wandb_history(after)
+    assert one == two == state["wandb_id"]
+    assert [row["_step"] for row in logged] == [1, 2, 3] and [row["_step"] for row in logged_after] == [3, 4]
+    assert [row["loss"] for row in logged_after] == pytest.approx([1 / 3, 1 / 4])
+    other = begin(tmp_path, log_to="wandb")
+    assert other.state() != state
+    other.close()
+    wandb.teardown()
+
+
+# ------------------------------------------------------------------------------------------- FLOPs and throughput
+
+QKV = 64 * 64 + 2 * 64 * 32  # elements of a block's q, k and v in the tiny model
+
+
+@pytest.mark.parametrize(
+    "train_type, difference",
+    [
+        ("full", 0),
+        ("llama_pro", 0),
+        ("bnb_llama_pro", 0),
+        ("lora", 2 * 64 * (QKV + 3 * 64 * 8)),  # the gradient at the first block's inputs, which nobody needs
+        ("qlora", 2 * 64 * (QKV + 3 * 64 * 8)),
+    ],
+)
+def test_flops_are_those_torch_counts(pool, models, train_type, difference):
+    """A real step, 64 tokens: all matrix products and both products of attention, forward and backward."""
+    (found,) = pool.run(1, "flops_of_step", models("llama", train_type), dict(train_type=train_type))
+    assert found["said"] == found["counted"] + difference
+    assert found["attention"] > 0.04 * found["said"]  # enough to be seen
+
+
+@pytest.mark.parametrize("name, low", [("gemma2", 1), ("qwen2", 1), ("mixtral", 0.99)])
+def test_flops_of_other_architectures(name, low):
+    """Tied heads, biases, experts of which each token meets two of four (their router is not counted)."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, ids = tiny.model(name), torch.randint(2, 300, (4, 16))
+    model.config._attn_implementation = model.config._experts_implementation = "eager"
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).sum().backward()
+    said = flops.of_step(flops.per_token(model, train.blocks_of(model)), 64, 64, 16)
+    assert low <= said / counter.get_total_flops() <= 1
+
+
+@pytest.mark.parametrize(
+    "name, tera",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("NVIDIA RTX A6000", 154.8),
+        ("Tesla V100-SXM2-32GB", 125),
+        ("Tesla V100-PCIE-16GB", 112),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA A10G", None),
+        ("", None),
+    ],
+)
+def test_peaks_by_device_name(name, tera):
+    assert flops.peak(name) == (None if tera is None else pytest.approx(tera * 1e12))
+
+
+def test_throughput_and_the_share_of_the_peak(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(flops, "device_peak", lambda device: 1e5)
+    seconds = iter([0.0, 2.0, 2.5])
+    monkeypatch.setattr(logs.time, "perf_counter", lambda: next(seconds))
+    metrics = begin(tmp_path, runtime=alone(world=2))
+    record(metrics, 1, 2)
+    metrics.close()
+    first, second = rows(tmp_path)
+    assert (first["tokens_per_second"], first["supervised_tokens_per_second"]) == (5, 2)
+    assert second["tokens_per_second"] == 20
+    # 10 tokens of 1000 + 10 * 10 each (the mean example is 10 long), 4 supervised ones of 500 each
+    assert second["mfu"] == pytest.approx((10 * 1100 + 4 * 500) / (0.5 * 2 * 1e5))
+    assert "MFU 13.0%" in capsys.readouterr().out.splitlines()[1]
+
+
+@pytest.mark.parametrize("peak, precision", [(None, "bf16"), (1e12, "fp32")])
+def test_no_share_of_an_unknown_peak_or_in_fp32(tmp_path, monkeypatch, peak, precision):
+    monkeypatch.setattr(flops, "device_peak", lambda device: peak)
+    metrics = begin(tmp_path, precision=precision)
+    record(metrics, 1)
+    metrics.close()
+    assert "mfu" not in rows(tmp_path)[0]
+
+
+def test_a_cpu_has_no_peak():
+    assert flops.device_peak(torch.device("cpu")) is None
+
+
+# -------------------------------------------------------------------------------------------------------- memory
+
+PHASES = ("before_forward", "after_forward", "after_backward", "after_optimizer_step", "peak")
+BEFORE = ("after_model_created", "after_model_wrap", "after_model_loaded")
+
+
+def test_memory_is_noted_in_the_first_three_steps(pool, models, tmp_path):
+    """A real run of two processes, with two micro-batches a step and evaluations in between."""
+    output = tmp_path / "out"
+    data = tiny.write_alpaca(tmp_path / "rows.jsonl", 40)
+    flags = dict(
+        model_name=models("llama"),
+        train_type="qlora",
+        dataset=str(data),
+        output_dir=str(output),
+        log_to="stdout",
+    )
+    flags |= dict(
+        gradient_accumulation_steps=2, profile_memory=True, max_steps=4, eval_fraction=0.2, eval_steps=1
+    )
+    pool.run(2, "whole_run", flags)
+    found = [row for row in rows(output) if "loss" in row]
+    names = [{key.removeprefix("memory/allocated_") for key in row if "/" in key} for row in found]
+    assert names == [{*BEFORE, *PHASES}, set(PHASES), set(PHASES), set()]
+    summary = json.loads((output / "run.json").read_text())["summary"]["memory"]
+    assert set(summary) == {f"memory/allocated_{name}" for name in (*BEFORE, *PHASES)}
+    for name, value in summary.items():
+        assert value == max(row.get(name, 0) for row in found) > 2**20
+
+
+def test_memory_keeps_the_largest_and_forgets_evaluations(tmp_path, monkeypatch):
+    used = iter([9, 5, 7, 100, 3, *[1] * 20])
+    monkeypatch.setattr(logs, "host_memory", lambda: next(used))
+    monkeypatch.setattr(logs, "host_peak", lambda: 50)
+    memory = logs.Memory(torch.device("cpu"))
+    metrics = begin(tmp_path, runtime=alone(phase=memory), profile_memory=True)
+    for moment in ("after_forward", "after_forward", "after_backward"):
+        memory(moment)
+    assert memory.moments == {"memory/allocated_after_forward": 9, "memory/allocated_after_backward": 7}
+    memory("after_forward")
+    metrics.evaluated(0.5, step=1, epoch=0, eval_supervised_tokens=7)
+    memory("after_forward")
+    record(metrics, 1, 2, 3)
+    assert rows(tmp_path)[1]["memory/allocated_after_forward"] == 3
+    memory("after_forward")  # over: nothing is read any more
+    assert not memory.moments
+    metrics.close()
+
+
+def test_ranks_report_the_largest_of_them(monkeypatch):
+    memory = logs.Memory(torch.device("cpu"))
+    memory.moments = {"memory/allocated_x": 5}
+    others = alone(gather=lambda *mine: torch.tensor([mine, [2 * n for n in mine]], dtype=torch.float64))
+    assert memory.take(others)["memory/allocated_x"] == 10
+
+
+def test_a_run_that_does_not_profile_reads_no_memory():
+    runtime = alone()
+    assert logs.watch_memory(train.Config(), runtime) is runtime
+    assert math.isfinite(logs.host_memory()) and train.Runtime.phase("anything") is None
