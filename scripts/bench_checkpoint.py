@@ -1,10 +1,10 @@
 """What a checkpoint costs training: windows of steps with and without one, in turn, in the same run.
 
-    python scripts/bench_checkpoint.py --train_types qlora,full [--save_steps 5] [--windows 4] [--batch_size 4]
+    python scripts/bench_checkpoint.py --train_types qlora,full [--save_steps 5] [--windows 4]
 
-Two processes train the small embedded model on one batch each. Printed per train type: seconds for which a step
-is held up by starting a save (copying state to host memory) and by ending one, in percent of a step, and how much
-longer a window with a save takes than the one before it, which had none; medians.
+Two processes train the small embedded model on one batch each. Printed per train type: seconds for which a
+step is held up by starting a save (copying state to host memory) and by ending one, in percent of a step, and
+how much longer a window with a save takes than the one before it, which had none; medians.
 """
 import os
 import statistics
@@ -23,8 +23,8 @@ def timed(work, *args) -> float:
 
 
 def window(training, saver, batches: list, tokens: int, steps: int, save: bool) -> tuple[float, float]:
-    """Makes `steps` steps, after one that (where `save`) begins a checkpoint. Returns seconds in all, and held
-    up by saving."""
+    """Begins a checkpoint, where `save`, and makes `steps` steps. Returns seconds in all, and held up by
+    saving."""
     import train
     from scripts import state
     start, held_up = time.perf_counter(), 0.0
@@ -67,9 +67,9 @@ def report(name: str, pairs: list, save_steps: int, size: float) -> None:
     step = statistics.median(plain[0] / save_steps for plain, _ in pairs)
     held_up = statistics.median(saving[1] for _, saving in pairs)
     ratio = statistics.median(saving[0] / plain[0] for plain, saving in pairs)
-    print(f"{name:<10} checkpoint {size / 2**20:7.1f} MiB; step {step:.2f} s, held up {held_up * 1000:.0f} ms per "
-          f"save = {held_up / step:.1%} of a step; {save_steps} steps with a save take {ratio:.3f} x as long",
-          flush=True)
+    print(f"{name:<10} checkpoint {size / 2**20:7.1f} MiB; step {step:.2f} s, held up {held_up * 1000:.0f} ms "
+          f"per save = {held_up / step:.1%} of a step; {save_steps} steps with a save take {ratio:.3f} x as "
+          f"long", flush=True)
 
 
 def main(
