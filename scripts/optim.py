@@ -5,6 +5,7 @@ steps inside backward; and the optimiser's state by name, for checkpoints.
 is Hayou et al., arXiv:2402.12354.
 """
 import functools
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Callable, Iterable
@@ -217,7 +218,7 @@ def make_optimizer(named: dict[str, nn.Parameter], config, embeddings: Iterable 
     return optimizer
 
 
-# ------------------------------------------------------------------------------------------ state, by its name
+# ------------------------------------------------------------------------------------- state, by its name
 
 def state_tensors(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> dict:
     """{"key.parameter name": tensor} of the whole state, the live tensors: what is copied into them counts.
@@ -235,12 +236,16 @@ def state_tensors(optimizer: torch.optim.Optimizer, named: dict[str, nn.Paramete
     return found
 
 
-def torch_state(group: dict, parameter: nn.Parameter, key: str) -> torch.Tensor:
-    """A zero state as torch's optimisers make it at their first step."""
-    if key != "step":
-        return torch.zeros_like(parameter)
-    on_device = group.get("fused") or group.get("capturable")
-    return torch.zeros((), device=parameter.device if on_device else "cpu")
+def torch_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """Zero state like that which one of torch's optimisers makes at its first step: what such a step makes
+    for a parameter of one element tells."""
+    known = inspect.signature(type(optimizer)).parameters
+    one = nn.Parameter(torch.zeros(1, dtype=parameter.dtype, device=parameter.device))
+    one.grad = torch.zeros_like(one)
+    probe = type(optimizer)([one], **{k: v for k, v in optimizer.defaults.items() if k in known})
+    probe.step()
+    return {key: torch.zeros_like(parameter, dtype=value.dtype) if value.ndim else torch.zeros_like(value)
+            for key, value in probe.state[one].items()}
 
 
 @torch.no_grad()
@@ -248,15 +253,12 @@ def allocate_state(optimizer: torch.optim.Optimizer, named: dict[str, nn.Paramet
     """Zero state for the names (as in `state_tensors`) found in a checkpoint, to copy values into. Raises
     UserError where they are not those of this optimiser and these parameters."""
     group = {p: group for group in optimizer.param_groups for p in group["params"]}
-    for kind, name in (key.split(".", 1) for key in keys):
-        parameter = named.get(name)
-        if parameter is None:
-            continue
+    stepped = {key.split(".", 1)[1] for key in keys}
+    for name, parameter in ((name, p) for name, p in named.items() if name in stepped):
         if isinstance(optimizer, LocalOptimizer):
-            if not optimizer.state[parameter]:
-                optimizer.allocate(group[parameter], parameter)
+            optimizer.allocate(group[parameter], parameter)
         else:
-            optimizer.state[parameter][kind] = torch_state(group[parameter], parameter, kind)
+            optimizer.state[parameter] = torch_state(optimizer, parameter)
     if wrong := set(keys) ^ set(state_tensors(optimizer, named)):
         raise UserError(f"the checkpoint's optimiser state does not fit this optimiser: {min(wrong)}"
                         + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
