@@ -49,8 +49,14 @@ def measure_one(training, batch, supervised: int, steps: int) -> dict:
                 step=statistics.median(whole[1:]), part=statistics.median(part[1:]))
 
 
-def measure(names: list[str], folder: str, steps: int, tokens: int) -> dict[str, dict]:
-    """One rank's numbers of every optimiser."""
+def report(name: str, row: dict, first: dict) -> None:
+    print(f"| `{name}` | {row['state'] / 2**20:.0f} MiB | {row['gradients'] / 2**20:.0f} MiB | "
+          f"{row['part']:.2f} s | {row['part'] / first['part']:.2f} | "
+          f"{row['step']:.2f} s | {row['step'] / first['step']:.2f} |", flush=True)
+
+
+def measure(names: list[str], folder: str, steps: int, tokens: int) -> None:
+    """One rank's part; the first prints its numbers of every optimiser."""
     import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
     import train
     from scripts import data
@@ -65,10 +71,11 @@ def measure(names: list[str], folder: str, steps: int, tokens: int) -> dict[str,
     for name, flags in runs.items():
         training = train.make_training(model, dataclasses.replace(config, **flags), runtime, 1000)
         found[name] = measure_one(training, batch, supervised * runtime.world, steps)
+        if runtime.main:
+            report(name, found[name], found[names[0]])
         del training
     del model
     train.stop_runtime()
-    return found
 
 
 def main(
@@ -86,14 +93,9 @@ def main(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
     place = LaunchConfig(1, 1, world_size, run_id="bench", rdzv_backend="c10d", max_restarts=0,
                          rdzv_endpoint="localhost:0")
-    rows = elastic_launch(place, measure)(names, folder, steps, tokens)[0]
-    print("| optimiser | state/process | gradients/process | optimiser's part | | whole step | |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
-    first = rows[names[0]]
-    for name, row in rows.items():
-        print(f"| `{name}` | {row['state'] / 2**20:.0f} MiB | {row['gradients'] / 2**20:.0f} MiB | "
-              f"{row['part']:.2f} s | {row['part'] / first['part']:.2f}x | "
-              f"{row['step']:.2f} s | {row['step'] / first['step']:.2f}x |")
+    print("| optimiser | state/process | gradients/process | its own time | ratio | whole step | ratio |")
+    print("|---|---:|---:|---:|---:|---:|---:|", flush=True)
+    elastic_launch(place, measure)(names, folder, steps, tokens)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def add_noise(model: nn.Module, alpha: float) -> None:
     def noise(module, args, output):
         if not module.training:
             return output
-        positions, (length, width) = seen["positions"], output.shape[-2:]
+        positions, (length, width) = seen.get("positions"), output.shape[-2:]
         if positions is not None:
             length = document_lengths(positions).unsqueeze(-1)
         drawn = torch.empty_like(output, dtype=torch.float32).uniform_(-1, 1)
