@@ -37,7 +37,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
 from scripts import adapters, checkpoint, checks, data, evaluation, flops, launcher, logs, loss  # noqa: E402
-from scripts import profiling, state  # noqa: E402
+from scripts import neftune, optim, profiling, state  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
 
@@ -117,36 +117,6 @@ SHARDINGS = {
 }
 WRAP_POLICIES = ("decoder", "decoder_attention_mlp")
 
-ADAM = dict(betas=(0.9, 0.95))
-OPTIMIZERS: dict[str, Callable] = {
-    "adamw": functools.partial(torch.optim.AdamW, **ADAM),
-    "adam": functools.partial(torch.optim.Adam, **ADAM),
-    "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
-    "adadelta": torch.optim.Adadelta,
-    "fused_adamw": functools.partial(torch.optim.AdamW, **ADAM, fused=True),
-    "fused_adam": functools.partial(torch.optim.Adam, **ADAM, fused=True),
-}
-
-
-def _constant(step: int, warmup: int, total: int) -> float:
-    return 1.0
-
-
-def _linear(step: int, warmup: int, total: int) -> float:
-    return step / warmup if step <= warmup else (total - step + 1) / (total - warmup + 1)
-
-
-def _cosine(step: int, warmup: int, total: int) -> float:
-    if step <= warmup:
-        return step / warmup
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
-
-
-# Factor on the peak learning rate at optimiser step `step` = 1..total; warm-up ends, at 1.0, with step
-# `warmup`. linear ends one notch above zero (so that the last step counts), cosine ends at exactly 10% of the
-# peak.
-SCHEDULES: dict[str, Callable] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
-
 
 # ---------------------------------------------------------------------------------------------- configuration
 
@@ -185,6 +155,7 @@ class Config(logs.Flags, profiling.Flags):
     hqq_group_size: int = option(64, "weights that share a scale and a zero point under HQQ", low=8)
     lora_rank: int = option(16, "rank of the adapters", low=1)
     lora_alpha: float = option(32, "adapters are scaled by alpha / rank", above=0)
+    use_rslora: bool = option(False, "by alpha / sqrt(rank) instead (rsLoRA)")
     lora_dropout: float = option(0.0, "dropout on the adapters' input", low=0)
     lora_target_modules: str = option("all", "all (every linear of the blocks), default (PEFT's choice for "
                                              "the model), or name endings such as q_proj,v_proj")
@@ -195,10 +166,19 @@ class Config(logs.Flags, profiling.Flags):
     max_steps: int = option(-1, "stop after this many optimiser steps; -1: no limit", low=-1)
     lr: float | None = option(None, "peak learning rate; without it 2e-4 for adapters (1e-3 on the small "
                                     "embedded model), 2e-5 for full", above=0)
-    lr_scheduler: str = option("cosine", "learning rate over time; cosine and linear warm up over 10% of the "
-                                         "steps", tuple(SCHEDULES))
-    optimizer: str = option("adamw", "optimiser", tuple(OPTIMIZERS))
-    wd: float = option(0.01, "weight decay", low=0)
+    lr_scheduler: str = option("cosine", "learning rate over time", tuple(optim.SCHEDULES))
+    warmup_ratio: float | None = option(None, "part of the steps over which the rate rises; without it 0.1 "
+                                              "(constant: none)", low=0)
+    warmup_steps: int | None = option(None, "or their number", low=0)
+    min_lr: float | None = option(None, "rate at the last step; without it cosine ends at 10% of the peak, "
+                                        "linear just above zero", low=0)
+    optimizer: str = option("adamw", "optimiser", tuple(optim.OPTIMIZERS))
+    wd: float = option(0.01, "weight decay; not on norms, biases and DoRA's magnitudes", low=0)
+    loraplus_lr_ratio: float = option(1.0, "LoRA+: lora_B learns so many times as fast as lora_A", above=0)
+    optim_in_backward: bool = option(False, "step parameters inside backward and free their gradients (full "
+                                            "and llama_pro train types)")
+    label_smoothing: float = option(0.0, "part of the target spread over the vocabulary, in training", low=0)
+    neftune_alpha: float = option(0.0, "NEFTune: size of the noise on embedded tokens, in training", low=0)
     apply_gradient_clipping: bool = option(True, "clip the global gradient norm to --grad_norm")
     grad_norm: float = option(1.0, "largest global gradient norm", above=0)
     skip_nonfinite_steps: int = option(0, "leave out up to so many steps whose gradient is not finite", low=0)
@@ -252,6 +232,8 @@ def parse(argv: list[str], accelerators: int = 0, surroundings: bool = True) -> 
     problems += checks.combinations(config)
     if config.train_type in TRAIN_TYPES:
         problems += checks.train_type(config)
+    if config.train_type in TRAIN_TYPES and config.precision in PRECISIONS:
+        problems += checks.optimisation(config)
     if surroundings:
         problems += checks.surroundings(config, accelerators)
     if problems:
@@ -363,10 +345,10 @@ class FrozenQuantLinear(nn.Linear):
 
 # ------------------------------------------------------------------------------------------------------- loss
 
-def use_fused_loss(model: nn.Module) -> None:
-    """model(input_ids, positions, labels) -> summed loss, with the head and the cross-entropy in one; without
-    labels the logits at `positions`. `position_ids` that start again in a row mark documents, which
-    transformers keeps apart.
+def use_fused_loss(model: nn.Module, smoothing: float = 0.0) -> None:
+    """model(input_ids, positions, labels) -> summed loss, with the head and the cross-entropy in one, and
+    smoothed labels in training only; without labels the logits at `positions`. `position_ids` that start
+    again in a row mark documents, which transformers keeps apart.
 
     Only the supervised positions (flat indices, chosen on the host, so that no shape depends on a device
     value) reach the head. The head computes the loss inside its own forward: there FSDP has its weight
@@ -378,7 +360,8 @@ def use_fused_loss(model: nn.Module) -> None:
     def head_loss(self, hidden, labels):
         if labels is None:
             return transform(F.linear(hidden, self.weight, self.bias).float())
-        return loss.chunked_cross_entropy(hidden, self.weight, self.bias, labels, transform)
+        spread = smoothing if self.training else 0.0
+        return loss.chunked_cross_entropy(hidden, self.weight, self.bias, labels, transform, spread)
 
     def forward(self, input_ids, positions, labels=None, **packed):
         if packed and one_row:  # flat positions stay what they are
@@ -679,7 +662,9 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
                   trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
                   flops=flops.per_token(module, blocks))
     map_parameters(module, lambda p: p.to(config.numbers.trained) if p.requires_grad else p)
-    use_fused_loss(module)
+    use_fused_loss(module, config.label_smoothing)
+    if config.neftune_alpha:
+        neftune.add_noise(module, config.neftune_alpha)
     if config.use_gradient_checkpointing:
         checkpoint_activations(module, blocks, config.reentrant_checkpointing)
     mesh = make_mesh(config, runtime)
@@ -736,32 +721,23 @@ class Training:
         return stack
 
 
-def peak_lr(config: Config) -> float:
-    if config.lr is not None:
-        return config.lr
-    small = config.model_name is None and config.type.adapter  # small models take, and need, larger steps
-    return 1e-3 if small else config.type.lr
-
-
 def make_training(model: Model, config: Config, runtime: Runtime, total: int) -> Training:
-    trained = list(model.trained().values())
-    optimizer = OPTIMIZERS[config.optimizer](trained, lr=peak_lr(config), weight_decay=config.wd)
-    warmup, factor = max(1, round(0.1 * total)), SCHEDULES[config.lr_scheduler]
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda done: factor(min(done + 1, total), warmup, total))
+    embeddings = [p for m in model.module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()]
+    optimizer = optim.make_optimizer(model.trained(), config, embeddings)
+    schedule = optim.make_schedule(optimizer, config, total)
     scaler = torch.amp.GradScaler(runtime.device.type, enabled=config.numbers.scaler)
     return Training(model, optimizer, schedule, scaler, config, runtime)
 
 
 @torch.no_grad()
-def clip_gradients(model: Model, limit: float) -> torch.Tensor:
-    """Scales gradients to a global norm of at most `limit`. Returns the norm before: over all ranks, and in
-    fp32 also where gradients are bf16 (which would leave it two digits)."""
-    grads = [p.grad.to_local() for p in model.trained().values() if p.grad is not None]
-    square = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]).square().sum()
-    dist.all_reduce(square, group=model.mesh["shard"].get_group())
+def clip_gradients(training: Training, limit: float) -> torch.Tensor:
+    """Scales gradients to a global norm of at most `limit`. Returns the norm before, fp32, over all ranks."""
+    trained = training.model.trained().values()
+    square = torch.stack(optim.gradient_norms(training.optimizer, trained)).square().sum()
+    dist.all_reduce(square, group=training.model.mesh["shard"].get_group())
     norm = square.sqrt()
-    torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
+    if grads := [p.grad.to_local() for p in trained if p.grad is not None]:
+        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
@@ -785,7 +761,7 @@ def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[
         training.runtime.phase("after_backward")
         total += summed.detach()
     scaler.unscale_(training.optimizer)  # before clipping, or the threshold would be off by the loss scale
-    norm = clip_gradients(training.model, config.grad_norm if config.apply_gradient_clipping else math.inf)
+    norm = clip_gradients(training, config.grad_norm if config.apply_gradient_clipping else math.inf)
     scaler.step(training.optimizer)
     training.runtime.phase("after_optimizer_step")
     scaler.update()

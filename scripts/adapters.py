@@ -33,8 +33,8 @@ def lora_config(config, targets: list[str], base: str | None = None):
     """PEFT's description of the adapter: what it is attached with, and what is saved beside its weights."""
     from peft import LoraConfig
     return LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
-                      use_dora=config.type.adapter == "dora", target_modules=targets, task_type="CAUSAL_LM",
-                      base_model_name_or_path=base)
+                      use_dora=config.type.adapter == "dora", use_rslora=config.use_rslora,
+                      target_modules=targets, task_type="CAUSAL_LM", base_model_name_or_path=base)
 
 
 def attach_peft(model: nn.Module, config, targets: list[str]) -> None:
@@ -44,10 +44,11 @@ def attach_peft(model: nn.Module, config, targets: list[str]) -> None:
 
 def wrap(model: nn.Module, config, targets: list[str], kind: type) -> None:
     """Puts a `kind` around every linear whose name ends in one of `targets`."""
+    scaling = config.lora_alpha / (math.sqrt(config.lora_rank) if config.use_rslora else config.lora_rank)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if name in targets and isinstance(child, nn.Linear):
-                setattr(parent, name, kind(child, config.lora_rank, config.lora_alpha, config.lora_dropout))
+                setattr(parent, name, kind(child, config.lora_rank, scaling, config.lora_dropout))
 
 
 def attach_custom(model: nn.Module, config, targets: list[str]) -> None:

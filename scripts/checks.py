@@ -2,7 +2,7 @@
 Each function returns messages for people; all of them are shown together, before any work."""
 import importlib.util
 
-from scripts import checkpoint, data, profiling, state
+from scripts import checkpoint, data, optim, profiling, state
 
 PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
 LOG_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # what a logger needs
@@ -44,6 +44,34 @@ def train_type(config) -> list[str]:
     missing = [PACKAGES[part] for part in (kind.base, kind.adapter)
                if part in PACKAGES and importlib.util.find_spec(PACKAGES[part]) is None]
     return problems + [f"--train_type {name} needs the package {p}: pip install {p}" for p in missing]
+
+
+def optimisation(config) -> list[str]:
+    """Problems of learning rates and of what trains only some types."""
+    kind, name, peak, problems = config.type, config.train_type, optim.peak_lr(config), []
+    if config.warmup_ratio is not None and config.warmup_steps is not None:
+        problems.append("--warmup_ratio and --warmup_steps: give one of them")
+    if (config.warmup_ratio or 0) > 1:
+        problems.append(f"--warmup_ratio {config.warmup_ratio}: must be at most 1")
+    if config.min_lr is not None and config.lr_scheduler == "constant":
+        problems.append("--min_lr goes with --lr_scheduler cosine or linear, not with constant")
+    if (config.min_lr or 0) > peak:
+        problems.append(f"--min_lr {config.min_lr}: is above the peak rate, {peak:g}")
+    if config.label_smoothing >= 1:
+        problems.append(f"--label_smoothing {config.label_smoothing}: must be below 1")
+    for flag, default in (("use_rslora", False), ("loraplus_lr_ratio", 1.0)):
+        if getattr(config, flag) != default and not kind.adapter:
+            problems.append(f"--{flag} goes with an adapter train type, not with {name}")
+    return problems + (in_backward(config) if config.optim_in_backward else [])
+
+
+def in_backward(config) -> list[str]:
+    """What must be otherwise for --optim_in_backward, which steps before all gradients are known."""
+    needs = {"--apply_gradient_clipping false": not config.apply_gradient_clipping,
+             "--gradient_accumulation_steps 1": config.gradient_accumulation_steps == 1,
+             "a --precision without loss scaling": not config.numbers.scaler,
+             "a full or llama_pro --train_type": not config.type.adapter}
+    return [f"--optim_in_backward needs {wanted}" for wanted, met in needs.items() if not met]
 
 
 def dataset(name: str | None, flag: str) -> list[str]:

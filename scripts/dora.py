@@ -18,8 +18,8 @@ TINY = 1e-6  # the norm of a row of zeros: its output is then zero, not infinite
 class DoRALinear(LoRALinear):
     """LoRALinear with trained magnitudes (out,), which start as the row norms of the base's weight."""
 
-    def __init__(self, base_layer: nn.Linear, rank: int, alpha: float, dropout: float):
-        super().__init__(base_layer, rank, alpha, dropout)
+    def __init__(self, base_layer: nn.Linear, rank: int, scaling: float, dropout: float):
+        super().__init__(base_layer, rank, scaling, dropout)
         rows, device = base_layer.out_features, base_layer.weight.device
         self.lora_magnitude_vector = nn.Parameter(torch.empty(rows, device=device))
         # ||w||^2 in fp32, as bytes: FSDP shards it like any parameter, and no precision policy rounds it.

@@ -14,7 +14,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     loss, in plain PyTorch)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, transform):
+    def forward(ctx, hidden, weight, bias, labels, transform, smoothing):
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         leaves = [t if t is None else t.detach().to(dtype).requires_grad_(needed)
@@ -26,7 +26,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             part = hidden[low:low + size].detach().requires_grad_(ctx.needs_input_grad[0])
             with torch.enable_grad(), torch.autocast(kind, enabled=False):
                 logits = transform(F.linear(part.to(dtype), *leaves).float())
-                loss = F.cross_entropy(logits, labels[low:low + size], reduction="sum")
+                loss = F.cross_entropy(logits, labels[low:low + size], reduction="sum",
+                                       label_smoothing=smoothing)
             total += loss.detach()
             wanted = [t for t in (part, *leaves) if t is not None and t.requires_grad]
             found = iter(torch.autograd.grad(loss, wanted) if wanted else ())
@@ -39,7 +40,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return *(None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors), None, None
+        return *(None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors), None, None, None
 
 
 def logit_transform(config) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -53,9 +54,10 @@ def logit_transform(config) -> Callable[[torch.Tensor], torch.Tensor]:
     return transform
 
 
-def chunked_cross_entropy(hidden, weight, bias, labels, transform) -> torch.Tensor:
-    """fp32 scalar: the sum over tokens of the cross-entropy of transform(hidden W^T + bias) and labels.
+def chunked_cross_entropy(hidden, weight, bias, labels, transform, smoothing: float = 0.0) -> torch.Tensor:
+    """fp32 scalar: the sum over tokens of the cross-entropy of transform(hidden W^T + bias) and labels, which
+    are the part `smoothing` spread evenly over the vocabulary (Szegedy et al., arXiv:1512.00567).
 
     hidden (n, width), weight (vocabulary, width), bias (vocabulary,) or None, labels (n,).
     """
-    return ChunkedCrossEntropy.apply(hidden, weight, bias, labels, transform)
+    return ChunkedCrossEntropy.apply(hidden, weight, bias, labels, transform, smoothing)

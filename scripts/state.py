@@ -170,7 +170,8 @@ def tensors(training) -> dict:
         if not isinstance(tensor, DTensor) and tensor.ndim:
             key, _, parameter = name.partition(".")
             name = f"{key}@{mesh.get_local_rank()}/{mesh.size()}.{parameter}"
-        found[name] = tensor
+        if tensor.numel():
+            found[name] = tensor
     return dict(sorted(found.items()))
 
 
@@ -193,6 +194,12 @@ def shards(training) -> dict:
     return mine
 
 
+def parted(name: str) -> tuple[str, str, int]:
+    """"key@1/2.parameter" -> (key, parameter, 2); 0 where the name carries no shard."""
+    key, of, parameter = re.fullmatch(r"([^.@]+)(?:@\d+/(\d+))?\.(.*)", name).groups()
+    return key, parameter, int(of or 0)
+
+
 def load(folder: Path, saved: dict, training) -> None:
     """Fills parameters, optimiser, schedule and scaler from a checkpoint, each rank its own part. Collective.
     Raises UserError where it does not hold what this training needs."""
@@ -203,16 +210,51 @@ def load(folder: Path, saved: dict, training) -> None:
     reader = HuggingFaceStorageReader(str(folder))
     stored = set(reader.read_metadata().state_dict_metadata)
     optim.allocate_state(training.optimizer, training.model.trained(), {
-        name.partition(".")[0].partition("@")[0] for name in stored if not name.startswith("model.")})
+        ".".join(parted(name)[:2]) for name in stored if not name.startswith("model.")})
     wanted = tensors(training)
-    if missing := set(wanted) - stored:
+    other_cut = {name: tensor for name, tensor in wanted.items() if name not in stored and parted(name)[2]}
+    if missing := set(wanted) - stored - set(other_cut):
         raise UserError(f"--resume {folder}: lacks {', '.join(sorted(missing)[:4])}")
-    dcp.load(wanted, storage_reader=reader)
+    dcp.load({name: wanted[name] for name in wanted if name in stored}, storage_reader=reader)
+    recut(folder, other_cut, training)
     training.schedule.load_state_dict(saved["schedule"])
     for group, lr in zip(training.optimizer.param_groups, training.schedule.get_last_lr()):
         group["lr"] = lr
     training.scaler.load_state_dict(saved["scaler"])
     training.step = saved["step"]
+
+
+def recut(folder: Path, wanted: dict, training) -> None:
+    """Fills states of bitsandbytes' optimisers that were kept for other shards: the rows of all of them are put
+    together and cut anew. 8-bit ones, whose blocks go over the flat shard, are rounded again on the way."""
+    import torch
+    from safetensors import safe_open
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
+
+    from scripts import optim
+    files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors")) if wanted]
+    pieces: dict[tuple, list] = {}
+    for file in files:  # in the order of the ranks, and so of the rows
+        for name in file.keys():
+            pieces.setdefault(parted(name)[:2], []).append((file, name))
+    parameters = training.model.trained()
+    for name, tensor in wanted.items():
+        key, parameter, _ = parted(name)
+        if not key.startswith("state"):
+            continue  # absmax is made with its codes
+        p = parameters[parameter]
+        shape, (low, *_) = place(p.shape, p.device_mesh, p.placements)
+        parts = [file.get_tensor(n) for file, n in pieces[key, parameter]]
+        if tensor.dtype != torch.uint8:
+            tensor.copy_(torch.cat(parts)[low:low + shape[0]])
+            continue
+        scale = key.replace("state", "absmax")
+        scales = [file.get_tensor(n) for file, n in pieces[scale, parameter]]
+        firsts = [sum(len(part) for part in parts[:i]) for i in range(len(parts))]
+        rows = optim.dequantized(key, list(zip(firsts, parts, scales)), low, low + shape[0])
+        codes, absmax = optim.requantized(key, rows)
+        tensor.copy_(codes)
+        wanted[name.replace(key, scale, 1)].copy_(absmax)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

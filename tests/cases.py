@@ -290,3 +290,103 @@ def whole_run(runtime: train.Runtime, flags: dict, stop: int | None = None) -> d
         except train.UserError as error:
             code, message = 2, str(error)
     return dict(code=code, printed=printed.getvalue(), message=message)
+
+
+SHAPES = {  # the last have fewer rows than ranks, or rows that do not divide
+    "embed.weight": (96, 64),
+    "a.lora_A.weight": (64, 128),
+    "a.lora_B.weight": (40, 128),
+    "norm.weight": (64,),
+    "odd.weight": (5, 7),
+    "one.weight": (1, 5),
+}
+
+
+def optimizer_numbers(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def sharded(whole: dict[str, torch.Tensor], runtime: train.Runtime) -> dict:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = dist.init_device_mesh("cpu", (runtime.world,))
+    return {name: torch.nn.Parameter(distribute_tensor(t, mesh, [Shard(0)])) for name, t in whole.items()}
+
+
+def optimizer_run(runtime: train.Runtime, name: str, total: int, stop: int | None = None) -> dict:
+    """`total` steps of an optimiser on sharded parameters with given gradients. After step `stop` all goes over
+    into new parameters and a new optimiser, by the names of its state. Returns the whole parameters, this
+    rank's state, and the dtypes of the state."""
+    config = configuration(
+        "unused", train_type="lora", optimizer=name, wd=0.1, lr=1e-2, loraplus_lr_ratio=4.0, lr_scheduler="linear"
+    )
+    optim, named = train.optim, sharded(optimizer_numbers(0), runtime)
+
+    def make(named):
+        optimizer = optim.make_optimizer(named, config, [named["embed.weight"]])
+        return optimizer, optim.make_schedule(optimizer, config, total)
+
+    optimizer, schedule = make(named)
+    for step in range(total):
+        if step == stop:
+            saved = {k: t.clone() for k, t in optim.state_tensors(optimizer, named).items()}
+            fresh = {k: torch.nn.Parameter(p.detach().clone()) for k, p in named.items()}
+            position, named = schedule.state_dict(), fresh
+            optimizer, schedule = make(named)
+            schedule.load_state_dict(position)
+            for group, rate in zip(optimizer.param_groups, schedule.get_last_lr()):
+                group["lr"] = rate
+            optim.allocate_state(optimizer, named, list(saved))
+            for key, tensor in optim.state_tensors(optimizer, named).items():
+                tensor.copy_(saved[key])
+        for key, grad in sharded(optimizer_numbers(step + 1), runtime).items():
+            named[key].grad = grad.detach()
+        optimizer.step()
+        schedule.step()
+    state = {k: optim.local(t).clone() for k, t in optim.state_tensors(optimizer, named).items()}
+    return dict(
+        end={k: p.detach().full_tensor() for k, p in named.items()},
+        state=state,
+        groups=[(g["lr"], g["initial_lr"], g["weight_decay"], len(g["params"])) for g in optimizer.param_groups],
+    )
+
+
+def state_kinds(runtime: train.Runtime, folder: str, flags: dict) -> dict[str, str]:
+    """The dtype of each state after a real step."""
+    config = configuration(folder, **flags)
+    model = train.build(config, Path(folder), runtime)
+    training = train.make_training(model, config, runtime, 1)
+    steps(training, tiny.samples(4), 1)
+    state = train.optim.state_tensors(training.optimizer, model.trained())
+    return {name: str(t.dtype) for name, t in state.items()}
+
+
+def gradient_bytes(runtime: train.Runtime, folder: str, flags: dict) -> dict:
+    """Bytes of gradient storage alive at once in a step, the most seen, and of all parameters together."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    config, seen, most = configuration(folder, **flags), {}, 0
+    model = train.build(config, Path(folder), runtime)
+
+    def look(parameter):
+        nonlocal most
+        storage = parameter.grad.to_local().untyped_storage()
+        seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        most = max(most, sum(size for reference, size in seen.values() if not reference.expired()))
+
+    trained = model.trained().values()
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(look)
+    training = train.make_training(model, config, runtime, 2)
+    steps(training, tiny.samples(4 * runtime.world), 2)
+    return dict(most=most, whole=sum(p.to_local().nbytes for p in trained))
+
+
+def smoothed_evaluation(runtime: train.Runtime, folder: str, flags: dict) -> list[float]:
+    """The loss of the model as evaluation and as training see it."""
+    config = configuration(folder, **flags)
+    model = train.build(config, Path(folder), runtime)
+    training = train.make_training(model, config, runtime, 1)
+    held_out, _ = train.evaluation.mean_loss(training, tiny.samples(4), 1)
+    return [held_out, steps(training, tiny.samples(4), 1)[0][0]]

@@ -83,7 +83,7 @@ def test_shapes_that_cannot_be_quantised_are_explained():
 
 
 def make_dora(linear: torch.nn.Linear, dropout: float = 0.0) -> DoRALinear:
-    layer = DoRALinear(linear, rank=4, alpha=8, dropout=dropout).to(linear.weight.dtype)
+    layer = DoRALinear(linear, rank=4, scaling=2.0, dropout=dropout).to(linear.weight.dtype)
     with torch.no_grad():
         torch.nn.init.normal_(layer.lora_A.weight)
         torch.nn.init.zeros_(layer.lora_B.weight)

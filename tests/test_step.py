@@ -1,5 +1,5 @@
-"""The pieces of a step against their definitions: loss, schedules, optimisers, clipping, who keeps which
-rows."""
+"""The pieces of a step against their definitions: loss, optimisers on shards, clipping, who keeps which rows.
+"""
 
 import math
 from types import SimpleNamespace
@@ -11,22 +11,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from scripts import loss as loss_module
-from train import OPTIMIZERS, SCHEDULES
+from scripts.optim import OPTIMIZERS
 
 
-def reference_loss(hidden, weight, bias, labels, transform):
+def reference_loss(hidden, weight, bias, labels, transform, smoothing):
     logits = F.linear(hidden, weight, bias)
-    return F.cross_entropy(transform(logits), labels, reduction="sum") if len(labels) else hidden.sum() * 0
+    return F.cross_entropy(transform(logits), labels, reduction="sum", label_smoothing=smoothing)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize(
     "config",
     [{}, dict(final_logit_softcapping=3.0), dict(logit_scale=0.25), dict(logits_scaling=4.0)],
     ids=str,
 )
-def test_chunked_loss_is_cross_entropy(monkeypatch, chunk, bias, config):
+def test_chunked_loss_is_cross_entropy(monkeypatch, chunk, bias, smoothing, config):
     """Value and all gradients, in fp64, for every chunk size and for the models that change their logits."""
     monkeypatch.setattr(loss_module, "LOGITS_PER_CHUNK", chunk * 50)
     torch.manual_seed(0)
@@ -34,8 +35,8 @@ def test_chunked_loss_is_cross_entropy(monkeypatch, chunk, bias, config):
     offset = torch.randn(50, dtype=torch.float64, requires_grad=True) if bias else None
     labels, transform = torch.randint(0, 50, (10,)), loss_module.logit_transform(SimpleNamespace(**config))
     inputs = [t for t in (hidden, weight, offset) if t is not None]
-    wanted = reference_loss(hidden, weight, offset, labels, transform)
-    found = loss_module.chunked_cross_entropy(hidden, weight, offset, labels, transform)
+    wanted = reference_loss(hidden, weight, offset, labels, transform, smoothing)
+    found = loss_module.chunked_cross_entropy(hidden, weight, offset, labels, transform, smoothing)
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
     for one, other in zip(torch.autograd.grad(found / 7, inputs), torch.autograd.grad(wanted / 7, inputs)):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
@@ -80,37 +81,6 @@ def test_logits_never_exist_as_a_whole(monkeypatch):
             hidden, weight, None, torch.zeros(512, dtype=torch.long), lambda x: x
         ).backward()
     assert largest.seen == 8 * 1000
-
-
-@pytest.mark.parametrize("total", [1, 2, 7, 10, 100, 1003])
-def test_schedules_at_their_corners(total):
-    warmup = max(1, round(0.1 * total))
-    for name, schedule in SCHEDULES.items():
-        factors = [schedule(step, warmup, total) for step in range(1, total + 1)]
-        assert factors[0] == (1.0 if name == "constant" else 1 / warmup)
-        assert factors[warmup - 1] == 1.0 and max(factors) == 1.0
-        assert all(a >= b for a, b in zip(factors[warmup - 1 :], factors[warmup:]))
-    if total > warmup:
-        assert SCHEDULES["cosine"](total, warmup, total) == pytest.approx(0.1, abs=1e-12)
-        assert SCHEDULES["linear"](total, warmup, total) == pytest.approx(1 / (total - warmup + 1))
-        middle = (total + warmup) / 2
-        assert SCHEDULES["cosine"](middle, warmup, total) == pytest.approx(0.1 + 0.9 * 0.5)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_optimizer_gets_the_schedule(name):
-    """The rate that step k is made with is peak * schedule(k), whatever the world: nothing of the world
-    enters."""
-    config = train.Config(lr=0.5, lr_scheduler=name, optimizer="sgd", train_type="full")
-    weight = torch.nn.Parameter(torch.zeros(1))
-    model = SimpleNamespace(trained=lambda: {"w": weight})
-    training = train.make_training(model, config, SimpleNamespace(device=torch.device("cpu")), 20)
-    rates = []
-    for _ in range(20):
-        rates.append(training.schedule.get_last_lr()[0])
-        training.optimizer.step()
-        training.schedule.step()
-    assert rates == pytest.approx([0.5 * SCHEDULES[name](k, 2, 20) for k in range(1, 21)])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
