@@ -110,7 +110,7 @@ def test_folder(lora, models, tmp_path):
         adapter=str(lora), base=str(base), base_fingerprint=checkpoint.fingerprint(base),
         merge_base="original", quantizer=None, dtype="keep", kind="lora", r=8, lora_alpha=16,
         use_rslora=False, scaling=2.0,
-        targets=sorted(SEVEN), linears=14,
+        targets=sorted(SEVEN), linears=14, modules_to_save=[],
     )  # fmt: skip
 
 
