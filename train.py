@@ -181,7 +181,7 @@ class Config:
     lora_target_modules: str = option("all", "all (every linear of the blocks), default (PEFT's choice for "
                                              "the model), or name endings such as q_proj,v_proj")
     train_embeddings: bool = option(False, "train embedding and head in full beside the adapter")
-    modules_to_save: str = option("", "modules to train in full beside the adapter: name endings, as for PEFT")
+    modules_to_save: str = option("", "train these in full beside the adapter: name endings, as PEFT's")
     trainable: str = option("", "full: train only what these patterns name: *norm*,layers.20-29,lm_head")
     freeze: str = option("", "full: then freeze what these name: embed_tokens,layers.0-9")
 

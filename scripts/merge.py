@@ -4,8 +4,8 @@
     python scripts/merge.py --adapter OUT --output_dir MERGED --merge_base dequantized --dtype bf16
 
 OUT is what train.py wrote: a PEFT folder (LoRA, rsLoRA, DoRA) or trained Llama-Pro blocks. W + s B A, and for
-DoRA its rows scaled to the trained magnitudes, are computed in fp32, tensor by tensor, and rounded once. Modules
-that were trained in full (modules_to_save) take the place of the base's.
+DoRA its rows scaled to the trained magnitudes, are computed in fp32, tensor by tensor, and rounded once.
+Modules that were trained in full (modules_to_save) take the place of the base's.
 
 An adapter that was trained over a quantised base has learned to live with the rounding of that base. It can
 be merged into the base's own weights (`original`, usually the better model) or into the weights as the run
@@ -159,7 +159,7 @@ def merge_linear(adapter: Checkpoint, parts: dict[str, str], scaling: float, wei
     return weight
 
 
-# ---------------------------------------------------------------------------- modules that were trained in full
+# -------------------------------------------------------------------------- modules that were trained in full
 
 def tied_names(folder: Path) -> list[list[str]]:
     """Names that are one parameter, group by group, in the model that transformers builds."""
@@ -188,11 +188,12 @@ def read_saved(adapter: Checkpoint, config: dict, base: Base, ties: list[list[st
     tied = {name for names in ties if any(of_modules(name, endings) for name in names) for name in names}
     own = {name.removeprefix("base_model.model."): name for name in adapter.file if ".lora_" not in name}
     saved = {name: own[name] for name in own if name in tied or of_modules(name, endings)}
-    like = {name: next((n for n in names if n in base.stored.shape), name) for names in ties for name in names}
+    like = {name: next((n for n in names if n in base.stored.shape), name)
+            for names in ties for name in names}
     problems = [f"{ending}: of modules_to_save, but without tensors" for ending in endings
                 if not any(of_modules(name, [ending]) for name in saved)]
     problems += [f"{name}: of modules_to_save, but missing" for name in base.stored.shape
-                 if of_modules(name, endings) and name not in saved]
+                 if name not in saved and of_modules(name, endings)]
     for name, tensor in saved.items():
         has, wanted = adapter.shape[tensor], base.stored.shape.get(like.get(name, name))
         problems += [f"{tensor}: has shape {has}, wanted {wanted}"] if has != wanted else []

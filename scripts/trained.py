@@ -1,5 +1,5 @@
-"""What is trained: parameters of a full run by name patterns (--trainable, --freeze), modules in full beside an
-adapter (--train_embeddings, --modules_to_save), and what a result's files hold of them."""
+"""What is trained: parameters of a full run by name patterns (--trainable, --freeze), modules in full beside
+an adapter (--train_embeddings, --modules_to_save), and what a result's files hold of them."""
 import difflib
 import fnmatch
 import re
@@ -23,7 +23,7 @@ def near(wanted: str, known: Iterable[str]) -> str:
     return f"did you mean {', '.join(found)}?" if found else "no name is like it"
 
 
-# ------------------------------------------------------------------------------------- parameters, by patterns
+# ------------------------------------------------------------------------------------ parameters, by patterns
 
 def all_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """{name: parameter}; a tied parameter comes under each of its names."""
@@ -31,11 +31,11 @@ def all_names(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def matches(pattern: str, names: Iterable[str]) -> set[str]:
-    """The names in which a pattern matches a run of whole dotted parts: `norm` is in model.norm.weight, but not
-    in model.layers.0.input_layernorm.weight, where *norm* is.
+    """The names in which a pattern matches a run of whole dotted parts: `norm` is in model.norm.weight, but
+    not in model.layers.0.input_layernorm.weight, where *norm* is.
 
-    A part such as 0-3 stands for each of 0 to 3. The last of them must be there: who freezes layers.0-40 of 30
-    is thinking of another model.
+    A part such as 0-3 stands for each of 0 to 3. The last of them must be there: who freezes layers.0-40 of
+    30 is thinking of another model.
     """
     part = re.search(r"(?<![^.])(\d+)-(\d+)(?![^.])", pattern)
     if part is None:
@@ -52,11 +52,13 @@ def matches(pattern: str, names: Iterable[str]) -> set[str]:
 def pieces(names: Iterable[str]) -> set[str]:
     """All that a pattern without * could have been."""
     every = [name.split(".") for name in names]
-    return {".".join(p[low:high]) for p in every for low in range(len(p)) for high in range(low + 1, len(p) + 1)}
+    return {".".join(parts[low:high]) for parts in every
+            for low in range(len(parts)) for high in range(low + 1, len(parts) + 1)}
 
 
 def find(patterns: str, known: dict[str, nn.Parameter], flag: str) -> set[nn.Parameter]:
-    """Parameters under a name that one of the patterns matches. Raises UserError for those that match none."""
+    """Parameters under a name that one of the patterns matches. Raises UserError for patterns that match
+    none."""
     found = {pattern: matches(pattern, known) for pattern in split(patterns)}
     problems = [f"{flag} {pattern}: matches no parameter; {near(pattern.strip('*.'), pieces(known))}"
                 for pattern, names in found.items() if not names]

@@ -60,7 +60,9 @@ def test_a_pattern_matches_runs_of_whole_parts(pattern, wanted):
     assert trained.matches(pattern, known) == found != set()
 
 
-@pytest.mark.parametrize("pattern", ["embed", "layer", "layers.2", "ayers.0", "layers.0-2", "layers.1-0", "q_pro"])
+@pytest.mark.parametrize(
+    "pattern", ["embed", "layer", "layers.2", "ayers.0", "layers.0-2", "layers.1-0", "q_pro"]
+)
 def test_parts_are_not_cut(pattern):
     assert not trained.matches(pattern, names("qwen2"))
 
@@ -121,7 +123,9 @@ CHOICES = [
     ("llama-tied", dict(trainable="lm_head"), r"model.embed_tokens.weight"),
     ("qwen2", dict(trainable="bias"), r".*bias"),
 ]
-ids = dict(ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None)
+ids = dict(
+    ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None
+)
 
 
 def reference(folder: str, wanted: str):
@@ -136,7 +140,9 @@ def reference(folder: str, wanted: str):
 REENTRANT = [(model, flags | dict(reentrant_checkpointing=True), wanted) for model, flags, wanted in CHOICES]
 
 
-@pytest.mark.parametrize("model, flags, wanted", [*CHOICES, *REENTRANT[:1], *REENTRANT[3:5], REENTRANT[6]], **ids)
+@pytest.mark.parametrize(
+    "model, flags, wanted", [*CHOICES, *REENTRANT[:1], *REENTRANT[3:5], REENTRANT[6]], **ids
+)
 def test_against_plain_pytorch(alone, models, model, flags, wanted):  # noqa: F811
     """Losses, norms, weights, counts; and what is frozen keeps its bytes."""
     found = alone(model, dict(train_type="full", batch_size=4, **flags))
@@ -247,7 +253,9 @@ def all_tensors(folder) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("model", ["llama", "llama-tied"])
-@pytest.mark.parametrize("precision, stored", [("mp_bf16", "float32"), ("mp_bf16", "bfloat16"), ("bf16", "bfloat16")])
+@pytest.mark.parametrize(
+    "precision, stored", [("mp_bf16", "float32"), ("mp_bf16", "bfloat16"), ("bf16", "bfloat16")]
+)
 def test_frozen_weights_are_the_bases(pool, models, tmp_path, model, precision, stored):
     """All in one dtype. mp_bf16 holds frozen weights rounded to bf16: fp32 ones come from the base again."""
     base, output = tmp_path / "base", tmp_path / "out"
@@ -260,7 +268,9 @@ def test_frozen_weights_are_the_bases(pool, models, tmp_path, model, precision, 
     assert {tensor.dtype for tensor in after.values()} == {wanted}
     assert json.loads((output / "config.json").read_text())["dtype"] == str(wanted).removeprefix("torch.")
     tied = "lm_head.weight" not in before
-    frozen = {n for n in before if ".0." in n or n == ("model.embed_tokens.weight" if tied else "lm_head.weight")}
+    frozen = {
+        n for n in before if ".0." in n or n == ("model.embed_tokens.weight" if tied else "lm_head.weight")
+    }
     same = {n for n in before if torch.equal(before[n].to(wanted), after[n])}
     assert same == frozen and len(frozen) == 10
 
@@ -296,14 +306,26 @@ def test_names_as_pefts(models):
     """Endings as PEFT reads them; and what is written gives PEFT just these."""
     norms = {f"model.layers.{n}.{kind}_layernorm" for n in (0, 1) for kind in ("input", "post_attention")}
     for flags, found, written in [
-        (dict(modules_to_save="norm"), norms | {"model.norm"}, ["input_layernorm", "norm", "post_attention_layernorm"]),
+        (
+            dict(modules_to_save="norm"),
+            norms | {"model.norm"},
+            ["input_layernorm", "norm", "post_attention_layernorm"],
+        ),
         (dict(modules_to_save="model.norm"), {"model.norm"}, ["model.norm"]),
-        (dict(modules_to_save="1.mlp.up_proj"), {"model.layers.1.mlp.up_proj"}, ["model.layers.1.mlp.up_proj"]),
+        (
+            dict(modules_to_save="1.mlp.up_proj"),
+            {"model.layers.1.mlp.up_proj"},
+            ["model.layers.1.mlp.up_proj"],
+        ),
         (dict(modules_to_save="mlp"), {f"model.layers.{n}.mlp" for n in (0, 1)}, ["mlp"]),
         (dict(train_embeddings=True), {"model.embed_tokens", "lm_head"}, ["embed_tokens", "lm_head"]),
     ]:
         assert saved_names(models("llama"), **flags) == (found, written)
-    for flags in (dict(train_embeddings=True), dict(modules_to_save="lm_head"), dict(modules_to_save="embed_tokens")):
+    for flags in (
+        dict(train_embeddings=True),
+        dict(modules_to_save="lm_head"),
+        dict(modules_to_save="embed_tokens"),
+    ):
         found, written = saved_names(models("llama-tied"), **flags)
         assert (found, written) == ({"model.embed_tokens", "lm_head"}, ["embed_tokens", "lm_head"])
     assert saved_names(models("llama"), modules_to_save="lm_head") == ({"lm_head"}, ["lm_head"])
@@ -429,10 +451,16 @@ def test_peft_loads_what_is_saved(pool, models, tmp_path, train_type, model, fla
     assert torch.allclose(logits(merged), wanted, atol=2e-5)
     unloaded = plainly.merge_and_unload()
     assert torch.allclose(logits(merged), logits(unloaded), atol=2e-5)
-    assert merged.config.tie_word_embeddings == unloaded.config.tie_word_embeddings == (model in ("llama-tied", "gemma2"))
+    assert (
+        merged.config.tie_word_embeddings
+        == unloaded.config.tie_word_embeddings
+        == (model in ("llama-tied", "gemma2"))
+    )
     before, after = all_tensors(folder), all_tensors(tmp_path / "merged")
     assert set(before) == set(after)
-    if kind.base != "plain" and not plain:  # merged into what was trained against, nothing but rounding is lost
+    if (
+        kind.base != "plain" and not plain
+    ):  # merged into what was trained against, nothing but rounding is lost
         write_run(output, folder, kind)
         merge.merge(str(output), str(tmp_path / "dequantized"), merge_base="dequantized")
         assert torch.allclose(logits(loaded(tmp_path / "dequantized")), found, atol=2e-5)
