@@ -1,5 +1,5 @@
-"""What is trained: patterns choose parameters of a full run, modules are trained in full beside adapters; each
-against plain PyTorch and PEFT with the same requires_grad, and what is saved loads and merges there."""
+"""What is trained: patterns choose parameters of a full run, modules are trained in full beside adapters;
+each against plain PyTorch and PEFT with the same requires_grad, and what is saved loads and merges there."""
 
 import json
 import re
@@ -158,6 +158,22 @@ def test_against_plain_pytorch(alone, models, model, flags, wanted):  # noqa: F8
     assert distance(found["end"], ends) <= 2e-3 * distance(found["end"], found["start"])
     assert all(not torch.equal(found["end"][name], found["start"][name]) for name in chosen)
     assert found["frozen_after"] == found["frozen"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_frozen_first_blocks_are_not_computed_again(reentrant):
+    """No backward comes there: one forward each, where blocks that are trained have two."""
+    blocks, calls = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4)), []
+    for number, block in enumerate(blocks):
+        block.requires_grad_(number > 1)
+        block.forward = lambda x, n=number, forward=block.forward: (calls.append(n), forward(x))[1]
+    train.checkpoint_activations(blocks, reentrant)
+    hidden = torch.ones(2, 4)
+    for block in blocks:
+        hidden = block(hidden)
+    hidden.sum().backward()
+    assert sorted(calls) == [0, 1, 2, 2, 3, 3]
+    assert all((block.weight.grad is not None) == (number > 1) for number, block in enumerate(blocks))
 
 
 MIXED = dict(train_type="full", freeze="embed_tokens,layers.0,layers.1.mlp,*input_layernorm*")
