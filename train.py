@@ -37,7 +37,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
 from scripts import adapters, checkpoint, checks, data, evaluation, flops, launcher, logs, loss  # noqa: E402
-from scripts import neftune, optim, profiling, state  # noqa: E402
+from scripts import neftune, optim, profiling, state, trained  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
 
@@ -159,6 +159,10 @@ class Config(logs.Flags, profiling.Flags):
     lora_dropout: float = option(0.0, "dropout on the adapters' input", low=0)
     lora_target_modules: str = option("all", "all (every linear of the blocks), default (PEFT's choice for "
                                              "the model), or name endings such as q_proj,v_proj")
+    train_embeddings: bool = option(False, "train embedding and head in full beside the adapter")
+    modules_to_save: str = option("", "train these in full beside the adapter: name endings, as PEFT's")
+    trainable: str = option("", "full: train only what these patterns name: *norm*,layers.20-29,lm_head")
+    freeze: str = option("", "full: then freeze what these name: embed_tokens,layers.0-9")
 
     batch_size: int = option(4, "examples per process and micro-batch", low=1)
     gradient_accumulation_steps: int = option(1, "micro-batches per optimiser step", low=1)
@@ -401,10 +405,11 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
 
 
-def quantize_linears(blocks: list[nn.Module], quantizer) -> None:
-    """Puts a FrozenQuantLinear in place of every linear of the blocks. Raises UserError, naming them, where
-    weights cannot be quantised."""
-    linears = {name: m for block in blocks for name, m in block.named_modules() if type(m) is nn.Linear}
+def quantize_linears(blocks: list[nn.Module], quantizer, kept=frozenset()) -> None:
+    """Puts a FrozenQuantLinear in place of every linear of the blocks that is not among the `kept` modules.
+    Raises UserError, naming them, where weights cannot be quantised."""
+    linears = {name: m for block in blocks for name, m in block.named_modules()
+               if type(m) is nn.Linear and m not in kept}
     problems = {name: quantizer.problem(m.out_features, m.in_features) for name, m in linears.items()}
     if refused := {name: why for name, why in problems.items() if why}:
         raise UserError(f"cannot quantise {', '.join(refused)}: {next(iter(refused.values()))}; a plain base "
@@ -412,9 +417,10 @@ def quantize_linears(blocks: list[nn.Module], quantizer) -> None:
     for block in blocks:
         for parent in list(block.modules()):
             for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear:
+                if type(child) is nn.Linear and child not in kept:
                     setattr(parent, name, FrozenQuantLinear(child, quantizer))
-    plain = {name: p for name, p in blocks[0].named_parameters() if p.ndim > 1 and p.dtype != torch.uint8}
+    plain = {f"{name}.{n}": p for name, m in blocks[0].named_modules() if m not in kept
+             for n, p in m._parameters.items() if p is not None and p.ndim > 1 and p.dtype != torch.uint8}
     if sum(p.numel() for p in plain.values()) > 0.05 * quantized_elements(blocks[0]):
         raise UserError(f"these weights of a block are no linears and would stay unquantised: "
                         f"{', '.join(plain)}; use --train_type lora")
@@ -438,22 +444,21 @@ def map_parameters(model: nn.Module, change: Callable[[nn.Parameter], torch.Tens
 
 # --------------------------------------------------------------------------------------- sharding and loading
 
-def checkpoint_activations(model: nn.Module, blocks: nn.ModuleList, reentrant: bool) -> None:
+def checkpoint_activations(blocks: nn.ModuleList, reentrant: bool) -> None:
     """Recompute blocks in backward. Wraps `forward`, so that parameter names and FSDP's hooks stay as they
     are."""
     from torch.utils.checkpoint import checkpoint as recompute
 
-    def wrap(forward):
+    def wrap(forward, trains):
         def checkpointed(*args, **kwargs):
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or not (trains or args[0].requires_grad):  # no backward comes here
                 return forward(*args, **kwargs)
+            if reentrant:  # it needs an input that requires grad, and what is frozen before it gives none
+                args[0].requires_grad_()
             return recompute(functools.partial(forward, **kwargs), *args, use_reentrant=reentrant)
         return checkpointed
     for block in blocks:
-        block.forward = wrap(block.forward)
-    if reentrant:  # it needs an input that requires grad, and a frozen embedding gives none
-        embedding = model.get_input_embeddings()
-        embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
+        block.forward = wrap(block.forward, any(p.requires_grad for p in block.parameters()))
 
 
 def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list[str]:
@@ -630,7 +635,9 @@ def allocate(module: nn.Module, home: torch.device, device: torch.device) -> Non
 
 
 def start_adapters(model: Model, blocks: nn.ModuleList, config: Config) -> None:
-    for name, parameter in model.trained().items() if config.type.adapter else ():
+    for name, parameter in model.trained().items():
+        if not (config.type.adapter and adapters.is_own(name)):
+            continue
         low, high = local_rows(len(parameter), model.mesh)
         put(parameter, adapters.initial(name, parameter.shape, config.seed)[low:high])
     if config.type.adapter == "dora":
@@ -645,28 +652,33 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     new = checkpoint.new_blocks(folder) if kind.new_blocks else []
     facts = dict(architecture=module.config.model_type, blocks=len(blocks), new_blocks=new,
                  parameters=sum(p.numel() for p in module.parameters()), quantizer=None, bits=None)
+    saved = trained.find_saved(module, config)
+    kept = {part for whole in saved.values() for part in whole.modules()}
     if kind.base != "plain":
         quantizer = QUANTIZERS[kind.base](config)
-        quantize_linears([block for number, block in enumerate(blocks) if number not in new], quantizer)
+        quantize_linears([block for number, block in enumerate(blocks) if number not in new], quantizer, kept)
         facts |= dict(quantizer=quantizer.recipe, bits=quantizer.bits)
     slots = checkpoint.find_slots(module)
     module.requires_grad_(kind.adapter is None and not kind.new_blocks)
     for number in new:
         blocks[number].requires_grad_()
     if kind.adapter:
-        targets = adapters.find_targets(module, blocks, config.lora_target_modules)
-        adapters.ADAPTERS[kind.adapter](module, config, targets)
+        targets = adapters.find_targets(module, blocks, config.lora_target_modules, kept)
+        adapters.ADAPTERS[kind.adapter](module, config, targets, kept)
+    for whole in saved.values():
+        whole.requires_grad_()
+    trained.choose(module, config)
     stored = checkpoint.Checkpoint(folder)
     matched = stored.match(slots)
     facts |= dict(quantized_parameters=quantized_elements(blocks), targets=targets,
-                  trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
-                  flops=flops.per_token(module, blocks))
+                  modules_to_save=trained.written_names(module, saved), flops=flops.per_token(module, blocks),
+                  trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad))
     map_parameters(module, lambda p: p.to(config.numbers.trained) if p.requires_grad else p)
     use_fused_loss(module, config.label_smoothing)
     if config.neftune_alpha:
         neftune.add_noise(module, config.neftune_alpha)
     if config.use_gradient_checkpointing:
-        checkpoint_activations(module, blocks, config.reentrant_checkpointing)
+        checkpoint_activations(blocks, config.reentrant_checkpointing)
     mesh = make_mesh(config, runtime)
     facts["units"] = shard(module, blocks, config, mesh)
     allocate(module, torch.device("cpu") if config.use_cpu_offload else runtime.device, runtime.device)
@@ -778,14 +790,15 @@ def save(model: Model, config: Config, source: Path, tokenizer, runtime: Runtime
     tokenizer."""
     folder, adapter = Path(config.output_dir), bool(model.targets)
     stem = "adapter_model" if adapter else "blocks" if config.type.new_blocks else "model"
-    named = {adapters.saved_name(name) if adapter else name: p for name, p in model.trained().items()}
+    named = trained.contents(model.module, config, source, runtime.main)
     checkpoint.write_tensors(folder, stem, named, runtime.main)
     if not runtime.main:
         return
     tokenizer.save_pretrained(folder)
     if adapter:
         base = config.model_name if checkpoint.is_hub_id(config.model_name or ".") else str(source.resolve())
-        adapters.lora_config(config, sorted(model.targets), base).save_pretrained(folder)
+        saved, tied = model.facts["modules_to_save"], len(named) > len(model.trained())
+        adapters.lora_config(config, sorted(model.targets), base, saved, tied).save_pretrained(folder)
     elif not config.type.new_blocks:
         hf = model.module.config
         hf.use_cache, hf.dtype = True, config.numbers.trained

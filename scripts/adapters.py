@@ -9,11 +9,18 @@ import torch.nn as nn
 from scripts.flags import UserError
 
 
-def find_targets(model: nn.Module, blocks: nn.ModuleList, wanted: str) -> list[str]:
+def find_targets(model: nn.Module, blocks: nn.ModuleList, wanted: str, kept=frozenset()) -> list[str]:
     """Name endings of the linears that get an adapter: `all` of the blocks, PEFT's `default`, or a list of
-    endings. Raises UserError where one matches nothing."""
-    names = [name.split(".")[-1] for name, m in blocks.named_modules() if isinstance(m, nn.Linear)]
-    linears = list(dict.fromkeys(names))
+    endings; never one of the `kept` modules, which are trained in full. Raises UserError where one matches
+    nothing."""
+    linears, full = {}, {}
+    for name, module in blocks.named_modules():
+        if isinstance(module, nn.Linear):
+            (full if module in kept else linears)[name.split(".")[-1]] = None
+    linears, full = list(linears), [name for name in full if name not in linears]
+    if full and not linears:
+        raise UserError("--modules_to_save leaves no linear of the blocks to the adapter; "
+                        "--train_type full trains all of them")
     if wanted == "all":
         return linears
     if wanted == "default":
@@ -21,44 +28,51 @@ def find_targets(model: nn.Module, blocks: nn.ModuleList, wanted: str) -> list[s
         kind = model.config.model_type
         if kind not in defaults:
             raise UserError(f"--lora_target_modules default: PEFT has none for {kind}; use all")
-        return list(defaults[kind])
+        return [name for name in defaults[kind] if name not in full]
     names = [name.strip() for name in wanted.split(",")]
+    if both := [name for name in names if name in full]:
+        raise UserError(f"--lora_target_modules {wanted}: {', '.join(both)} is trained in full already, by "
+                        "--modules_to_save; it gets no adapter")
     if unmatched := [name for name in names if name not in linears]:
         raise UserError(f"--lora_target_modules {wanted}: {', '.join(unmatched)} matches nothing; "
                         f"there are {', '.join(linears)}")
     return names
 
 
-def lora_config(config, targets: list[str], base: str | None = None):
-    """PEFT's description of the adapter: what it is attached with, and what is saved beside its weights."""
+def lora_config(config, targets: list[str], base: str | None = None, saved: list[str] = (), tied=False):
+    """PEFT's description of the adapter: what it is attached with, and what is saved beside its weights.
+    `saved`: modules trained in full; `tied`: embedding and head among them are one."""
     from peft import LoraConfig
     return LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
                       use_dora=config.type.adapter == "dora", use_rslora=config.use_rslora,
-                      target_modules=targets, task_type="CAUSAL_LM", base_model_name_or_path=base)
+                      target_modules=targets, task_type="CAUSAL_LM", base_model_name_or_path=base,
+                      modules_to_save=list(saved) or None, ensure_weight_tying=tied)
 
 
-def attach_peft(model: nn.Module, config, targets: list[str]) -> None:
+def attach_peft(model: nn.Module, config, targets: list[str], kept=frozenset()) -> None:
     from peft import inject_adapter_in_model
-    inject_adapter_in_model(lora_config(config, targets), model, low_cpu_mem_usage=True)
+    settings = lora_config(config, targets)
+    settings.exclude_modules = {name for name, module in model.named_modules() if module in kept} or None
+    inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
 
 
-def wrap(model: nn.Module, config, targets: list[str], kind: type) -> None:
-    """Puts a `kind` around every linear whose name ends in one of `targets`."""
+def wrap(model: nn.Module, config, targets: list[str], kept, kind: type) -> None:
+    """Puts a `kind` around every linear whose name ends in one of `targets`, but for the `kept` ones."""
     scaling = config.lora_alpha / (math.sqrt(config.lora_rank) if config.use_rslora else config.lora_rank)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if name in targets and isinstance(child, nn.Linear):
+            if name in targets and isinstance(child, nn.Linear) and child not in kept:
                 setattr(parent, name, kind(child, config.lora_rank, scaling, config.lora_dropout))
 
 
-def attach_custom(model: nn.Module, config, targets: list[str]) -> None:
+def attach_custom(model: nn.Module, config, targets: list[str], kept=frozenset()) -> None:
     from scripts.lora import LoRALinear
-    wrap(model, config, targets, LoRALinear)
+    wrap(model, config, targets, kept, LoRALinear)
 
 
-def attach_dora(model: nn.Module, config, targets: list[str]) -> None:
+def attach_dora(model: nn.Module, config, targets: list[str], kept=frozenset()) -> None:
     from scripts.dora import DoRALinear
-    wrap(model, config, targets, DoRALinear)
+    wrap(model, config, targets, kept, DoRALinear)
 
 
 ADAPTERS = {"peft": attach_peft, "custom": attach_custom, "dora": attach_dora}
@@ -73,6 +87,11 @@ def plain_name(name: str) -> str:
 def saved_name(name: str) -> str:
     """A parameter's name in a PEFT file."""
     return "base_model.model." + plain_name(name)
+
+
+def is_own(name: str) -> bool:
+    """Whether a trained parameter is the adapter's, and no weight of the base's."""
+    return any(part.startswith("lora_") for part in name.split("."))
 
 
 def initial(name: str, shape, seed: int) -> torch.Tensor:

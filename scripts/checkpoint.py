@@ -359,13 +359,14 @@ def write_index(folder: Path, stem: str, files: dict[str, dict[str, Entry]]) -> 
 
 
 def write_tensors(folder: Path, stem: str, parameters: dict, main: bool) -> None:
-    """Writes {name: sharded parameter} as safetensors, with an index where there are several files.
+    """Writes {name: sharded parameter or Entry} as safetensors, with an index where there are several files.
 
     Every rank calls this (gathering is collective); only the `main` one writes, and it holds one whole tensor
     at a time. Files appear under their names only when all of them are complete.
     """
-    entries = {name: Entry(str(p.dtype).removeprefix("torch."), tuple(p.shape),
-                           lambda p=p: p.detach().full_tensor()) for name, p in parameters.items()}
+    entries = {name: p if isinstance(p, Entry) else
+               Entry(str(p.dtype).removeprefix("torch."), tuple(p.shape),
+                     lambda p=p: p.detach().full_tensor()) for name, p in parameters.items()}
     runs = split_by_size({name: entry.bytes for name, entry in entries.items()})
     parts = [""] if len(runs) == 1 else [f"-{n:05}-of-{len(runs):05}" for n in range(1, len(runs) + 1)]
     files = {f"{stem}{part}.safetensors": {name: entries[name] for name in names}

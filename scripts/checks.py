@@ -43,6 +43,7 @@ def train_type(config) -> list[str]:
         problems.append(f"--n_bits {config.n_bits}: choose from 8, 4, 3, 2")
     missing = [PACKAGES[part] for part in (kind.base, kind.adapter)
                if part in PACKAGES and importlib.util.find_spec(PACKAGES[part]) is None]
+    problems += what_is_trained(config)
     return problems + [f"--train_type {name} needs the package {p}: pip install {p}" for p in missing]
 
 
@@ -72,6 +73,19 @@ def in_backward(config) -> list[str]:
              "a --precision without loss scaling": not config.numbers.scaler,
              "a full or llama_pro --train_type": not config.type.adapter}
     return [f"--optim_in_backward needs {wanted}" for wanted, met in needs.items() if not met]
+
+
+def what_is_trained(config) -> list[str]:
+    """Problems between the train type and the flags that choose what is trained."""
+    kind, name = config.type, config.train_type
+    blocks = f"{name} trains its new blocks, and its result holds these and nothing else"
+    no_patterns = blocks if kind.new_blocks else kind.adapter and \
+        f"{name} trains an adapter; --modules_to_save trains modules beside it"
+    no_modules = blocks if kind.new_blocks else not kind.adapter and \
+        f"{name} has no adapter to save them beside; --trainable says what it trains"
+    refused = dict(trainable=no_patterns, freeze=no_patterns, train_embeddings=no_modules,
+                   modules_to_save=no_modules)
+    return [f"--{flag}: {why}" for flag, why in refused.items() if why and getattr(config, flag)]
 
 
 def dataset(name: str | None, flag: str) -> list[str]:

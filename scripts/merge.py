@@ -5,6 +5,7 @@
 
 OUT is what train.py wrote: a PEFT folder (LoRA, rsLoRA, DoRA) or trained Llama-Pro blocks. W + s B A, and for
 DoRA its rows scaled to the trained magnitudes, are computed in fp32, tensor by tensor, and rounded once.
+Modules that were trained in full (modules_to_save) take the place of the base's.
 
 An adapter that was trained over a quantised base has learned to live with the rounding of that base. It can
 be merged into the base's own weights (`original`, usually the better model) or into the weights as the run
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Callable
@@ -22,14 +23,14 @@ from typing import Callable
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 from scripts.block_expansion import find_blocks, layer_count
 from scripts.checkpoint import (Checkpoint, Entry, check_new_folder, copy_companions, fingerprint, new_blocks,
-                                open_model, read_json, staged, write_json, write_model)
-from scripts.data import kebab_flags
+                                find_slots, open_model, read_json, staged, write_json, write_model)
+from scripts.data import kebab_flags, quiet
 from scripts.flags import UserError
 
 MERGE_BASES = ("original", "dequantized")
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # Options of adapter_config.json under which an adapter is more, or something else, than W + s B A.
-UNSUPPORTED = ("modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias",
+UNSUPPORTED = ("rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias",
                "layer_replication", "target_parameters", "trainable_token_indices", "use_qalora",
                "alora_invocation_tokens", "use_bdlora", "velora_config", "arrow_config", "kasa_config",
                "monteclora_config")
@@ -57,13 +58,15 @@ class Change:
     `facts` go into merge.json."""
     functions: dict[str, Callable]
     facts: dict
+    added: dict[str, str] = field(default_factory=dict)  # new tensor -> the base's that it is a function of
+    config: dict = field(default_factory=dict)  # changes of config.json
 
 
 # ------------------------------------------------------------------------------------------------ LoRA, DoRA
 
-def read_modules(stored: Checkpoint) -> dict[str, dict[str, str]]:
+def read_modules(stored: Checkpoint, saved: dict[str, str]) -> dict[str, dict[str, str]]:
     """{module of the base: {"A", "B" or "magnitude": tensor of the adapter}}. Raises UserError for tensors of
-    any other kind."""
+    any other kind that are not `saved` whole."""
     kinds = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude",
              "lora_magnitude_vector.weight": "magnitude"}
     modules: dict[str, dict[str, str]] = {}
@@ -72,10 +75,11 @@ def read_modules(stored: Checkpoint) -> dict[str, dict[str, str]]:
         match = re.fullmatch(rf"base_model\.model\.(.+)\.({'|'.join(map(re.escape, kinds))})", name)
         if match:
             modules.setdefault(match[1], {})[kinds[match[2]]] = name
-        else:
+        elif name not in saved.values():
             strange.append(name)
     if strange:
-        raise UserError(listed("the adapter has tensors that are neither LoRA's nor DoRA's:", strange))
+        raise UserError(listed("the adapter has tensors that are neither LoRA's nor DoRA's, nor of its "
+                               "modules_to_save:", strange))
     return modules
 
 
@@ -120,8 +124,9 @@ def check_modules(modules: dict, adapter: Checkpoint, base: Checkpoint, config: 
         raise UserError(listed("the adapter does not fit the base:", problems))
 
 
-def check_targets(modules: dict, base: Base, config: dict) -> None:
-    """Raises UserError where a target of adapter_config.json has no tensors, in all blocks or in some."""
+def check_targets(modules, base: Base, config: dict) -> None:
+    """Raises UserError where a target of adapter_config.json has no tensors, in all blocks or in some.
+    `modules`: those with an adapter and those trained in full."""
     targets = config.get("target_modules")
     if not isinstance(targets, list):  # a pattern: which modules it is about is only known to PEFT
         return
@@ -154,21 +159,92 @@ def merge_linear(adapter: Checkpoint, parts: dict[str, str], scaling: float, wei
     return weight
 
 
+# -------------------------------------------------------------------------- modules that were trained in full
+
+def tied_names(folder: Path) -> list[list[str]]:
+    """Names that are one parameter, group by group, in the model that transformers builds."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    try:
+        with quiet(), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    except Exception as error:  # models refuse configurations with exceptions of every type
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise UserError(f"{folder}: transformers cannot build this model: {reason}") from error
+    model.tie_weights()
+    return [slot.names for slot in find_slots(model) if len(slot.names) > 1]
+
+
+def of_modules(tensor: str, endings) -> bool:
+    """Whether a tensor is in a module whose name ends in one of `endings`, which is how PEFT reads them."""
+    parts = tensor.split(".")
+    return any(".".join(parts[:k]).endswith(tuple(endings)) for k in range(1, len(parts)))
+
+
+def read_saved(adapter: Checkpoint, config: dict, base: Base, ties: list[list[str]]) -> dict[str, str]:
+    """{tensor of the model: tensor of the adapter that takes its place}. Raises UserError where they are not
+    just those of modules_to_save, or do not fit. PEFT names one of tied modules and stores both."""
+    endings = config.get("modules_to_save") or []
+    tied = {name for names in ties if any(of_modules(name, endings) for name in names) for name in names}
+    own = {name.removeprefix("base_model.model."): name for name in adapter.file if ".lora_" not in name}
+    saved = {name: own[name] for name in own if name in tied or of_modules(name, endings)}
+    like = {name: next((n for n in names if n in base.stored.shape), name)
+            for names in ties for name in names}
+    problems = [f"{ending}: of modules_to_save, but without tensors" for ending in endings
+                if not any(of_modules(name, [ending]) for name in saved)]
+    problems += [f"{name}: of modules_to_save, but missing" for name in base.stored.shape
+                 if name not in saved and of_modules(name, endings)]
+    for name, tensor in saved.items():
+        has, wanted = adapter.shape[tensor], base.stored.shape.get(like.get(name, name))
+        problems += [f"{tensor}: has shape {has}, wanted {wanted}"] if has != wanted else []
+    if problems:
+        raise UserError(listed("the adapter does not fit the base:", problems))
+    return saved
+
+
+def exchange(saved: dict[str, str], adapter: Checkpoint, base: Base, ties: list[list[str]]) -> Change:
+    """Trained modules in the place of the base's. Tied weights stay one where the adapter has the same for
+    each of them; otherwise each becomes a tensor of its own and the configuration says so, as PEFT does."""
+    def new(name: str, weight):
+        return adapter.tensor(saved[name]).to(weight.dtype)
+    change = Change({name: partial(new, name) for name in saved}, {})
+    for names in ties:
+        stored = next((name for name in names if name in base.stored.shape), None)
+        if stored is None or not any(name in saved for name in names):
+            continue
+        first, *others = (adapter.tensor(saved[name]) if name in saved else base.stored.tensor(stored)
+                          for name in names)
+        if all(first.float().equal(other.float()) for other in others):
+            one = change.functions[next(name for name in names if name in saved)]
+            change.functions |= {name: one for name in names}
+        else:
+            change.added |= {name: stored for name in names if name not in base.stored.shape}
+            change.config["tie_word_embeddings"] = False
+    return change
+
+
 def read_adapter(folder: Path, run: dict | None, base: Base) -> Change:
     file, adapter = folder / "adapter_config.json", Checkpoint(folder, "adapter_model")
     if adapter.unreadable:
         raise UserError(f"{folder}: " + "; ".join(adapter.unreadable))
-    config, modules = read_json(file), read_modules(adapter)
+    config = read_json(file)
     check_config(config, run, file)
+    ties = tied_names(base.folder) if config.get("modules_to_save") else []
+    saved = read_saved(adapter, config, base, ties)
+    modules = read_modules(adapter, saved)
     check_modules(modules, adapter, base.stored, config)
-    check_targets(modules, base, config)
+    check_targets({*modules, *(name.rpartition(".")[0] for name in saved)}, base, config)
     check_tied(modules, base)
     scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
     facts = dict(kind="dora" if config.get("use_dora") else "lora", r=config["r"],
                  lora_alpha=config["lora_alpha"], use_rslora=bool(config.get("use_rslora")), scaling=scaling,
-                 targets=sorted({module.split(".")[-1] for module in modules}), linears=len(modules))
-    return Change({f"{module}.weight": partial(merge_linear, adapter, parts, scaling)
-                   for module, parts in modules.items()}, facts)
+                 targets=sorted({module.split(".")[-1] for module in modules}), linears=len(modules),
+                 modules_to_save=sorted({name.rpartition(".")[0] for name in saved}))
+    change = exchange(saved, adapter, base, ties)
+    change.functions |= {f"{module}.weight": partial(merge_linear, adapter, parts, scaling)
+                         for module, parts in modules.items()}
+    change.facts |= facts
+    return change
 
 
 # ------------------------------------------------------------------------------------------ Llama-Pro blocks
@@ -295,21 +371,21 @@ def plan(base: Base, change: Change, recipe: dict | None, dtype: str | None) -> 
     """{file: {name: entry}} of the merged model, split as the base's."""
     stored, quantized = base.stored, quantized_names(base) if recipe else set()
     files: dict[str, dict[str, Entry]] = {file: {} for file in sorted(set(stored.file.values()))}
-    for name, file in stored.file.items():
-        target = dtype if dtype and "float" in stored.dtype[name] else stored.dtype[name]
-        make = partial(merged_tensor, base, name, change.functions.get(name),
+    for name, source in ({name: name for name in stored.file} | change.added).items():
+        target = dtype if dtype and "float" in stored.dtype[source] else stored.dtype[source]
+        make = partial(merged_tensor, base, source, change.functions.get(name),
                        recipe if name in quantized else None, target)
-        files[file][name] = Entry(target, stored.shape[name], make)
+        files[stored.file[source]][name] = Entry(target, stored.shape[source], make)
     return files
 
 
-def with_dtype(config: dict, dtype: str | None) -> dict:
-    """config.json, also of parts (text_config), naming the dtype of the weights."""
-    if dtype is None:
+def with_values(config: dict, values: dict) -> dict:
+    """config.json with other values, also in its parts (text_config)."""
+    if not values:
         return config
-    config = {key: with_dtype(value, dtype) if isinstance(value, dict) and "model_type" in value else value
-              for key, value in config.items() if key != "torch_dtype"}
-    return config | dict(dtype=dtype)
+    config = {key: with_values(value, values) if isinstance(value, dict) and "model_type" in value else value
+              for key, value in config.items() if key != "torch_dtype" or "dtype" not in values}
+    return config | values
 
 
 def merge(adapter: str, output_dir: str, base: str = "", merge_base: str = "original",
@@ -332,7 +408,8 @@ def merge(adapter: str, output_dir: str, base: str = "", merge_base: str = "orig
             copy_companions(folder, stage)
         copy_companions(found.folder, stage)
         write_json(stage / "merge.json", facts)
-        write_json(stage / "config.json", with_dtype(found.config, DTYPES[dtype]))
+        named = dict(dtype=DTYPES[dtype]) if DTYPES[dtype] else {}
+        write_json(stage / "config.json", with_values(found.config, change.config | named))
     return facts
 
 
@@ -356,7 +433,8 @@ def main(
     except (UserError, OSError) as error:
         sys.exit(f"merge.py: {error}")
     what = f"blocks {facts['blocks']}" if "blocks" in facts else f"{facts['linears']} linears, " \
-        f"r {facts['r']}, scaling {facts['scaling']:g}"
+        f"r {facts['r']}, scaling {facts['scaling']:g}" + \
+        "".join(f", {name} in full" for name in facts["modules_to_save"][:4])
     print(f"merged {facts['kind']} ({what}) into the {merge_base} weights of {facts['base']}: {output_dir}")
 
 

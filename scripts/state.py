@@ -225,8 +225,8 @@ def load(folder: Path, saved: dict, training) -> None:
 
 
 def recut(folder: Path, wanted: dict, training) -> None:
-    """Fills states of bitsandbytes' optimisers that were kept for other shards: the rows of all of them are put
-    together and cut anew. 8-bit ones, whose blocks go over the flat shard, are rounded again on the way."""
+    """Fills states of bitsandbytes' optimisers that were kept for other shards: the rows of all of them are
+    put together and cut anew. 8-bit ones, whose blocks go over the flat shard, are rounded again."""
     import torch
     from safetensors import safe_open
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place

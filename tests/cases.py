@@ -164,6 +164,25 @@ def logits(
         return module(torch.tensor(ids), None, None).float()
 
 
+def gradients(runtime: train.Runtime, folder: str, flags: dict) -> dict:
+    """Who gets a gradient, and what the optimiser holds, after one backward pass."""
+    config = configuration(folder, **flags)
+    model = train.build(config, Path(folder), runtime)
+    training = train.make_training(model, config, runtime, 1)
+    batch, _ = data.arguments(data.collate(tiny.samples(2), 1), runtime.device)
+    with training.scope():
+        model.module(**batch).backward()
+    held = [p for group in training.optimizer.param_groups for p in group["params"]]
+    return dict(
+        graded={n for n, p in model.module.named_parameters() if p.grad is not None},
+        dtypes={n: p.dtype for n, p in model.module.named_parameters()},
+        trained=list(model.trained()),
+        held=sum(p.numel() for p in held),
+        own=len({id(p) for p in held} & {id(p) for p in model.trained().values()}),
+        facts=model.facts,
+    )
+
+
 def fp16_overflow(runtime: train.Runtime, folder: str, flags: dict) -> dict:
     """An infinite gradient on the last rank only: all ranks must skip the step and lower the scale together."""
     config = configuration(folder, **flags)

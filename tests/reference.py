@@ -3,13 +3,13 @@
 import torch
 
 
-def plain_base(folder: str, base: str, new_blocks: list[int]):
+def plain_base(folder: str, base: str, new_blocks: list[int], plain: tuple = ()):
     """transformers' own model: plain, over bitsandbytes' Linear4bit, or with the weights that hqq's Quantizer
-    gives."""
+    gives. Linears whose names end in one of `plain` stay as they are."""
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
     from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-    kept = ["lm_head", *(f"model.layers.{number}" for number in new_blocks)]
+    kept = ["lm_head", *(f"model.layers.{number}" for number in new_blocks), *plain]
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -25,6 +25,8 @@ def plain_base(folder: str, base: str, new_blocks: list[int]):
     )
     if base == "hqq":
         for name, linear in model.model.layers.named_modules():
+            if name.endswith(plain) and plain:
+                continue
             if isinstance(linear, torch.nn.Linear) and int(name.split(".")[0]) not in new_blocks:
                 copy = torch.nn.Linear(linear.in_features, linear.out_features, bias=False)
                 copy.weight.data = linear.weight.data.clone()

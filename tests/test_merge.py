@@ -42,7 +42,7 @@ def logits(found) -> torch.Tensor:
 
 
 def make_adapter(base: str, folder: Path, targets=SEVEN, **options):
-    """A PEFT folder with random A, B and magnitudes. Returns PEFT's model."""
+    """A PEFT folder with random A, B, magnitudes and modules_to_save. Returns PEFT's model."""
     from peft import LoraConfig, get_peft_model
 
     settings = dict(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM") | options
@@ -53,6 +53,8 @@ def make_adapter(base: str, folder: Path, targets=SEVEN, **options):
             torch.nn.init.normal_(parameter, std=0.05)
         elif "magnitude" in name:
             parameter.data *= 1 + 0.1 * torch.randn_like(parameter)
+        elif "modules_to_save" in name:
+            parameter.data += 0.05 * torch.randn_like(parameter)
     peft.save_pretrained(folder, save_embedding_layers=False)
     return peft.eval()
 
@@ -95,6 +97,49 @@ def test_merged_is_the_base_with_its_adapter(models, tmp_path, name, options):
     assert facts["scaling"] == (16 / 8**0.5 if options.get("use_rslora") else 2.0)
 
 
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize(
+    "modules",
+    [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head", "norm"], ["layers.0.mlp", "k_proj"]],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_modules_trained_in_full(models, tmp_path, name, modules, tie):
+    """Tied weights stay tied where the adapter has them so; where it has not, the merged model has both, and
+    says so, as PEFT's has."""
+    if tie and name == "llama":
+        return
+    peft = make_adapter(models(name), tmp_path / "adapter", modules_to_save=modules, ensure_weight_tying=tie)
+    with_adapter = logits(peft)
+    facts = merge.merge(str(tmp_path / "adapter"), str(tmp_path / "out"))
+    unloaded, merged = peft.merge_and_unload(), model(tmp_path / "out")
+    assert torch.allclose(logits(merged), with_adapter, atol=2e-5)
+    assert torch.allclose(logits(merged), logits(unloaded), atol=2e-5)
+    assert merged.config.tie_word_embeddings == unloaded.config.tie_word_embeddings
+    theirs, ours = unloaded.state_dict(), load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.allclose(ours[n], theirs[n], atol=1e-6) for n in ours)
+    embeddings = set(modules) & {"embed_tokens", "lm_head"}
+    apart = name == "llama" or bool(embeddings) and not tie
+    assert ("lm_head.weight" in ours) == apart
+    assert (len(facts["modules_to_save"]) >= len(modules)) and not facts["modules_to_save"] == []
+
+
+def test_modules_that_do_not_fit_are_refused(models, tmp_path):
+    lora = tmp_path / "adapter"
+    make_adapter(models("llama"), lora, modules_to_save=["lm_head", "norm"])
+    shutil.copy(lora / "adapter_model.safetensors", tmp_path / "kept")
+    start = "base_model.model."
+    for change, text in [
+        (lambda s: s.pop(f"{start}lm_head.weight"), "lm_head: of modules_to_save, but without tensors"),
+        (lambda s: s.pop(f"{start}model.norm.weight"), "model.norm.weight: of modules_to_save, but missing"),
+        (lambda s: s.update({f"{start}lm_head.weight": torch.ones(3, 64)}), r"\(3, 64\), .*\(300, 64\)"),
+        (lambda s: s.update({f"{start}model.embed_tokens.weight": torch.ones(2)}), "nor of its modules"),
+    ]:
+        shutil.copy(tmp_path / "kept", lora / "adapter_model.safetensors")
+        change_tensors(lora, change)
+        refused(text, lora, tmp_path / "out")
+
+
 def test_folder(lora, models, tmp_path):
     """A complete model folder, and where it came from; config.json and tokenizer are the base's."""
     base = Path(models("llama"))
@@ -110,7 +155,7 @@ def test_folder(lora, models, tmp_path):
         adapter=str(lora), base=str(base), base_fingerprint=checkpoint.fingerprint(base),
         merge_base="original", quantizer=None, dtype="keep", kind="lora", r=8, lora_alpha=16,
         use_rslora=False, scaling=2.0,
-        targets=sorted(SEVEN), linears=14,
+        targets=sorted(SEVEN), linears=14, modules_to_save=[],
     )  # fmt: skip
 
 
