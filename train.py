@@ -759,7 +759,7 @@ def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[
 
     The loss of a step is the sum of token losses over all ranks and micro-batches divided by `tokens`, their
     number: so it does not depend on how the step's examples are split. Nothing in here reads a value back
-    from the device.
+    from the device, unless --skip_nonfinite_steps asks for it.
     """
     module, scaler, config = training.model.module, training.scaler, training.config
     total = torch.zeros((), device=training.runtime.device)
@@ -774,7 +774,8 @@ def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[
         total += summed.detach()
     scaler.unscale_(training.optimizer)  # before clipping, or the threshold would be off by the loss scale
     norm = clip_gradients(training, config.grad_norm if config.apply_gradient_clipping else math.inf)
-    scaler.step(training.optimizer)
+    if not config.skip_nonfinite_steps or norm.isfinite():
+        scaler.step(training.optimizer)
     training.runtime.phase("after_optimizer_step")
     scaler.update()
     training.optimizer.zero_grad()
@@ -911,7 +912,7 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
     start = time.perf_counter()
     metrics = logs.Metrics(config, runtime, total, content, training.step, saved.get("logger"))
     saver = state.Saver(config, runtime, content | dict(logger=metrics.state()))
-    with profiling.profiler(config, runtime) as tick:
+    with profiling.profiler(config, runtime, training.step) as tick:
         finished = train(training, held, total, metrics, saver, stops, tick)
     metrics.close()
     if finished and config.save_model:

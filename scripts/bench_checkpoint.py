@@ -68,8 +68,8 @@ def report(name: str, pairs: list, save_steps: int, size: float) -> None:
     held_up = statistics.median(saving[1] for _, saving in pairs)
     ratio = statistics.median(saving[0] / plain[0] for plain, saving in pairs)
     print(f"{name:<10} checkpoint {size / 2**20:7.1f} MiB; step {step:.2f} s, "
-          f"held up {held_up * 1000:.0f} ms per save = {held_up / step:.1%} of a step; {save_steps} steps with "
-          f"a save take {ratio:.3f} x as long", flush=True)
+          f"held up {held_up * 1000:.0f} ms per save = {held_up / step:.1%} of a step; {save_steps} steps "
+          f"with a save take {ratio:.3f} x as long", flush=True)
 
 
 def main(

@@ -70,6 +70,7 @@ def in_backward(config) -> list[str]:
     """What must be otherwise for --optim_in_backward, which steps before all gradients are known."""
     needs = {"--apply_gradient_clipping false": not config.apply_gradient_clipping,
              "--gradient_accumulation_steps 1": config.gradient_accumulation_steps == 1,
+             "--skip_nonfinite_steps 0": not config.skip_nonfinite_steps,
              "a --precision without loss scaling": not config.numbers.scaler,
              "a full or llama_pro --train_type": not config.type.adapter}
     return [f"--optim_in_backward needs {wanted}" for wanted, met in needs.items() if not met]

@@ -207,6 +207,12 @@ class TensorBoardLog(TqdmLog):
 LOGGERS = dict(zip(LOG_TO, (TqdmLog, StdoutLog, WandbLog, TensorBoardLog)))
 
 
+def to_json(row: dict) -> str:
+    """JSON has no NaN and no infinity: null."""
+    return json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
+                       for key, value in row.items()})
+
+
 def keep_rows(file: Path, done: int) -> list[dict]:
     """Leaves in metrics.jsonl the rows of the first `done` steps, and returns them. Later ones will come
     again, and a line that a dying process left unfinished goes. The new file replaces the old in one go."""
@@ -216,9 +222,10 @@ def keep_rows(file: Path, done: int) -> list[dict]:
             rows.append(json.loads(line))
         except ValueError:
             continue
-    rows = [row for row in rows if row["step"] <= done]
+    rows = [{key: math.nan if value is None else value for key, value in row.items()}
+            for row in rows if row["step"] <= done]
     fresh = file.with_name(file.name + ".new")
-    fresh.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fresh.write_text("".join(to_json(row) + "\n" for row in rows))
     fresh.replace(file)
     return rows
 
@@ -230,7 +237,8 @@ class Metrics:
 
     def __init__(self, config, runtime, total: int, run: dict, done=0, logger_state: dict | None = None):
         self.runtime, self.done, self.clock, self.sink = runtime, done, time.perf_counter(), None
-        self.rows, self.made, self.memory = [], 0, {}
+        self.rows, self.made, self.memory, self.config = [], 0, {}, config
+        self.in_a_row = self.left_out = 0  # steps that were not finite
         self.watch = runtime.phase if config.profile_memory else None
         self.peak = flops.device_peak(runtime.device) if config.numbers.compute.itemsize == 2 else None
         self.run = run
@@ -243,7 +251,7 @@ class Metrics:
 
     def record(self, loss, norm, tokens: int, supervised: int, **row) -> None:
         """Adds the row of a step from this rank's summed `loss` and `tokens`, the global gradient `norm` and
-        number of `supervised` tokens. Raises UserError, on every rank, where the loss is not finite."""
+        number of `supervised` tokens. Raises UserError as `judge` does."""
         every = self.runtime.gather(loss.item(), tokens, host_memory(), self.runtime.peak_memory())
         loss, tokens, host, _ = every.sum(0).tolist()
         now = time.perf_counter()
@@ -254,12 +262,28 @@ class Metrics:
         self.clock, self.made = now, self.made + 1
         self.rows.append(row)
         if self.sink:
-            self.file.write(json.dumps(row) + "\n")
+            self.file.write(to_json(row) + "\n")
             self.sink.write(row)
-        if not math.isfinite(loss):
-            bad = [str(rank) for rank, value in enumerate(every[:, 0].tolist()) if not math.isfinite(value)]
-            raise UserError(f"step {row['step']}: the loss is {loss} (rank {', '.join(bad)}), so nothing is "
-                            f"saved; a smaller --lr or --precision mp_bf16 may help")
+        self.judge(row, [value for value in every[:, 0].tolist()])
+
+    def judge(self, row: dict, losses: list[float]) -> None:
+        """Raises UserError, on every rank, where loss or gradient are not finite: unless loss scaling or
+        --skip_nonfinite_steps left the step out. `losses` are those of the ranks."""
+        step, loss, norm, config = row["step"], row["loss"], row["grad_norm"], self.config
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.in_a_row = 0
+            return
+        bad = ", ".join(str(rank) for rank, value in enumerate(losses) if not math.isfinite(value))
+        what = f"the loss is {loss} (rank {bad})" if bad else f"the gradient is {norm}, the loss {loss:.4g}"
+        self.in_a_row += 1
+        if not bad and config.numbers.scaler and self.in_a_row < 30:  # 30 halvings are no search any more
+            return
+        self.left_out += 1
+        if not math.isfinite(norm) and self.left_out <= config.skip_nonfinite_steps:
+            self.show(f"step {step}: {what}; left out ({self.left_out} of {config.skip_nonfinite_steps})")
+            return
+        raise UserError(f"step {step}: {what}, so nothing of it is saved; a smaller --lr or --precision "
+                        f"mp_bf16 may help, --skip_nonfinite_steps leaves single steps out")
 
     def throughput(self, row: dict, seconds: float) -> dict[str, float]:
         """Of a step of all ranks: tokens and supervised tokens per second, share of the devices' peak."""
