@@ -846,7 +846,11 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
             state.seed_step(config.seed, step, runtime.rank)
             summed, norm = train_step(training, batches, max(1, supervised))
             tokens = sum(held.lengths[i] for rows in window for row in rows for i in row)
-            metrics.record(summed, norm, tokens, supervised, step=step, epoch=epoch, lr=lr)
+            try:
+                metrics.record(summed, norm, tokens, supervised, step=step, epoch=epoch, lr=lr)
+            except UserError:  # on every rank
+                saver.finish()
+                raise
             if held.eval and (step == total or config.eval_steps > 0 and step % config.eval_steps == 0):
                 evaluation.run(training, held, metrics, step=step, epoch=epoch)
             if stop or config.save_steps > 0 and step % config.save_steps == 0:

@@ -340,19 +340,24 @@ class Saver:
 
     def settle(self, statuses: list[int]) -> None:
         """Takes the statuses of all ranks, the same on every rank; names or drops what all have ended
-        writing."""
+        writing. Collective where a rank failed."""
         if self.job is None or WRITING in statuses:
             return
         error, self.job = self.job.exception(), None
-        if error:
-            print(f"rank {self.runtime.rank}: checkpoint-{self.step} was not written: {error}", flush=True)
-        if self.runtime.main:
-            (self.drop if FAILED in statuses else self.commit)()
+        if FAILED in statuses:
+            self.drop(error)
+        elif self.runtime.main:
+            self.commit()
 
-    def drop(self) -> None:
-        shutil.rmtree(self.part(), ignore_errors=True)
-        last = next(iter(found(self.folder)), None)
-        print(f"save    checkpoint-{self.step} failed, training goes on; the last one is {last}", flush=True)
+    def drop(self, error: BaseException | None) -> None:
+        import torch.distributed as dist
+        texts: list = [None] * self.runtime.world
+        dist.all_gather_object(texts, error and f"rank {self.runtime.rank}: {error}")
+        if self.runtime.main:
+            shutil.rmtree(self.part(), ignore_errors=True)
+            last = next(iter(found(self.folder)), None)
+            print(f"save    checkpoint-{self.step} failed, training goes on; the last one is {last} "
+                  f"({'; '.join(filter(None, texts))})", flush=True)
 
     def commit(self) -> None:
         """Gives the folder its name, and removes the oldest beyond --keep_checkpoints."""

@@ -311,6 +311,49 @@ def whole_run(runtime: train.Runtime, flags: dict, stop: int | None = None) -> d
     return dict(code=code, printed=printed.getvalue(), message=message)
 
 
+def failing_save(runtime: train.Runtime, flags: dict, code: int) -> dict:
+    """The last rank cannot write the checkpoint of step 5."""
+    write = train.state.write_shards
+
+    def failing(path, shards):
+        if "checkpoint-5" in str(path) and runtime.rank == runtime.world - 1:
+            raise OSError(code, "no")
+        write(path, shards)
+
+    train.state.write_shards = failing
+    try:
+        return whole_run(runtime, flags)
+    finally:
+        train.state.write_shards = write
+
+
+def broken_steps(runtime: train.Runtime, flags: dict, where: str, numbers: list[int]) -> dict:
+    """In some steps the last rank's loss is no number, or its gradients are infinite."""
+    step, clip, last = train.train_step, train.clip_gradients, runtime.rank == runtime.world - 1
+
+    def broken_loss(training, batches, tokens):
+        if where == "loss" and training.step + 1 in numbers and last:
+            head = training.model.module.get_output_embeddings()
+            forward = head.forward
+            head.forward = lambda *args: forward(*args) * math.nan
+            try:
+                return step(training, batches, tokens)
+            finally:
+                head.forward = forward
+        return step(training, batches, tokens)
+
+    def broken_gradients(training, limit):
+        if where == "gradient" and training.step + 1 in numbers and last:
+            next(p for p in training.model.trained().values() if p.to_local().numel()).grad.to_local().fill_(math.inf)
+        return clip(training, limit)
+
+    train.train_step, train.clip_gradients = broken_loss, broken_gradients
+    try:
+        return whole_run(runtime, flags)
+    finally:
+        train.train_step, train.clip_gradients = step, clip
+
+
 SHAPES = {  # the last have fewer rows than ranks, or rows that do not divide
     "embed.weight": (96, 64),
     "a.lora_A.weight": (64, 128),

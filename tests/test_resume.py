@@ -1,6 +1,7 @@
 """Runs that are stopped and go on: the same bits as a run that was never stopped; and everything that can happen
 to a checkpoint."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -110,7 +111,7 @@ def test_precisions(pool, given, tmp_path, precision, train_type):
     assert_same(*interrupted(pool, 2, given, tmp_path, train_type, precision=precision))
 
 
-@pytest.mark.parametrize("optimizer", train.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", train.optim.OPTIMIZERS)
 @pytest.mark.parametrize("train_type", ["lora", "full"])
 def test_optimizers(pool, given, tmp_path, optimizer, train_type):
     assert_same(*interrupted(pool, 2, given, tmp_path, train_type, optimizer=optimizer))
@@ -133,6 +134,8 @@ def test_world_sizes(pool, given, tmp_path, world, train_type):
         dict(group_by_length=True),
         dict(gradient_accumulation_steps=2, batch_size=1),
         dict(async_save=False),
+        dict(neftune_alpha=5.0, loraplus_lr_ratio=4.0),
+        dict(train_embeddings=True, optimizer="adamw_8bit"),
     ],
     ids=str,
 )
@@ -167,6 +170,29 @@ def test_another_split(pool, given, tmp_path, world, flags, train_type):
     assert any(not torch.equal(wanted, before[name]) for name, wanted in one.items())
 
 
+@pytest.mark.parametrize("world, flags", [(1, dict(batch_size=4)), (4, dict(batch_size=1))])
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "lion"])
+def test_states_of_bitsandbytes_at_another_split(pool, given, tmp_path, world, flags, optimizer):
+    """Their states are kept by shard: put together, cut anew, and 8-bit ones rounded again. The next step is that
+    of the run that was not split anew, to the rounding of eight bits."""
+    straight, second = tmp_path / "straight", tmp_path / "second"
+    plain = dict(model="llama-odd", optimizer=optimizer, save_steps=1, keep_checkpoints=9, lr=1e-3, max_steps=4)
+    finish(pool, 2, given(straight, "full", **plain))
+    shutil.copytree(straight / "checkpoint-3", second / "checkpoint-3")
+    finish(pool, world, given(second, "full", **plain | flags, resume="auto"))
+    before, one, other = (
+        {name: t for name, t in tensors(path).items() if name.startswith("model.")}
+        for path in (straight / "checkpoint-3", straight / "checkpoint-4", second / "checkpoint-4")
+    )
+    for name, start in before.items():
+        moved, here = one[name] - start, other[name] - start
+        if optimizer == "lion":  # a step is a sign times the rate: only where a sum is about zero may it turn
+            assert ((moved - here).abs() > 1e-6).float().mean() < 2e-3, name
+        else:
+            assert (moved - here).norm() < 0.05 * moved.norm(), name
+        assert moved.norm() > 0
+
+
 def test_a_signal_to_one_rank_stops_all_saved(pool, given, tmp_path):
     """The last rank is asked to stop during step 2, in no step to save; then the run goes on, twice."""
     straight, second = tmp_path / "straight", tmp_path / "second"
@@ -190,6 +216,53 @@ def test_the_newest_are_kept_and_a_finished_run_is_left_alone(pool, given, tmp_p
     finish(pool, 2, given(out, save_steps=1, keep_checkpoints=3, resume="auto"))
     assert before == {path: path.read_bytes() for path in out.rglob("*.safetensors")}
     assert len(rows(out)) == TOTAL
+
+
+@pytest.mark.parametrize("steps", [(4,), (4, 5, 6)])
+def test_a_save_that_fails_leaves_the_run_and_the_older_checkpoint(pool, given, tmp_path, steps):
+    """Something stands where a checkpoint is to be written: training goes on, and the next one is written."""
+    straight, out = tmp_path / "straight", tmp_path / "out"
+    finish(pool, 2, given(straight, save_steps=1, keep_checkpoints=9))
+    out.mkdir()
+    for step in steps:
+        (out / f".checkpoint-{step}.part").write_text("")
+    printed = finish(pool, 2, given(out, save_steps=1, keep_checkpoints=9, overwrite_output_dir=True))["printed"]
+    assert f"checkpoint-{steps[0]} failed, training goes on" in printed
+    assert [state.step_of(path) for path in state.found(str(out))] == sorted({1, 2, 3, 4, 5, 6} - set(steps))[::-1]
+    assert rows(out, "loss", "grad_norm") == rows(straight, "loss", "grad_norm")
+    newest = state.found(str(out))[0].name
+    assert sums(out / newest) == sums(straight / newest)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_save_that_fails_on_one_rank_only(pool, given, tmp_path, code):
+    printed = pool.run(2, "failing_save", given(tmp_path / "out", save_steps=1), code)[0]["printed"]
+    assert f"(rank 1: [Errno {code}]" in printed and "the last one is" in printed
+    assert [path.name for path in state.found(str(tmp_path / "out"))] == ["checkpoint-6", "checkpoint-4"]
+
+
+@pytest.mark.parametrize("where, allowed, code", [("loss", 0, 2), ("gradient", 0, 2), ("loss", 1, 0), ("gradient", 1, 2)])
+def test_steps_that_are_not_finite(pool, given, tmp_path, where, allowed, code):
+    """Named with step and rank; never in a checkpoint; left out where that is allowed, and then as if the step had
+    not changed anything. The gradient is broken twice, the loss once."""
+    out = tmp_path / "out"
+    broken = {"loss": (4,), "gradient": (2, 5)}[where]
+    flags = given(out, save_steps=1, keep_checkpoints=9, skip_nonfinite_steps=allowed)
+    done = pool.run(2, "broken_steps", flags, where, broken)
+    assert {one["code"] for one in done} == {code}
+    last = broken[-1] if allowed else broken[0]
+    if code:
+        text = "the loss is nan (rank 1)" if where == "loss" else "the gradient is inf, the loss"
+        assert f"step {last}: {text}" in done[0]["message"] == done[1]["message"]
+        assert [state.step_of(path) for path in state.found(str(out))] == list(range(last - 1, 0, -1))
+    if allowed:
+        assert f"left out (1 of {allowed})" in done[0]["printed"]
+        at = broken[0]
+        before, after = (tensors(out / f"checkpoint-{step}") for step in (at - 1, at))
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    for path in state.found(str(out)):
+        assert all(t.isfinite().all() for t in tensors(path).values())
+    assert not any("NaN" in line or "Infinity" in line for line in (out / "metrics.jsonl").read_text().splitlines())
 
 
 def spoil(folder: Path, how: str) -> None:
