@@ -12,6 +12,7 @@ path is in scripts/, by name: flags, data, checkpoint (files), quantize, adapter
 import contextlib
 import dataclasses
 import datetime
+import errno
 import functools
 import gc
 import json
@@ -936,15 +937,18 @@ def fail(error: BaseException, rank: int) -> None:
     A rank that only lost a peer waits first: the launcher ends it, and the cause is what the person reads.
     """
     lost_peer = isinstance(error, dist.DistError) or "by peer" in str(error)
+    disk = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    theirs = isinstance(error, UserError) or disk
     if lost_peer or (isinstance(error, UserError) and rank > 0):
         time.sleep(10 if lost_peer else 3)
-    if isinstance(error, UserError):
+    if theirs:
         print(f"train.py: error: {error}", file=sys.stderr)
-    elif not isinstance(error, KeyboardInterrupt):
-        print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}", file=sys.stderr)
+    else:
+        waited = " (it waited for the others longer than --timeout_minutes)" * ("Timed out" in str(error))
+        print(f"rank {rank} failed{waited}:\n{''.join(traceback.format_exception(error))}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(2 if isinstance(error, UserError) else 1)  # destructors would wait for peers that never come
+    os._exit(2 if theirs else 1)  # destructors would wait for peers that never come
 
 
 def work(argv: list[str]) -> int:

@@ -23,6 +23,7 @@ class Nursery:
 
     def __init__(self, log: Path):
         self.log = log
+        log.touch()
         env = os.environ | dict(NURSERY_LOG=str(log), OMP_NUM_THREADS="1")
         command = [sys.executable, str(Path(__file__).parent / "nursery.py")]
         self.process = subprocess.Popen(
@@ -164,3 +165,50 @@ def test_a_signal_before_the_first_step(nursery, flags, tmp_path):
     pids = nursery.start(flags(tmp_path))
     os.kill(pids[0], signal.SIGUSR1)
     assert nursery.end(20) == 75 and not newest(tmp_path)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 600 KB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(place)], capture_output=True)
+    if made.returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", "-l", str(place)])
+
+
+def test_a_full_disk(nursery, flags, undisturbed, small_disk):
+    """The disk fills up during training: the run ends with one message or without one, what was saved is whole, and
+    goes on when there is room again."""
+    output = small_disk / "out"
+    log_start = nursery.log.stat().st_size
+    nursery.start(flags(output))
+    while newest(output) < 3:
+        time.sleep(0.005)
+    filler = small_disk / "filler"
+    try:
+        filler.write_bytes(bytes(10**6))
+    except OSError:
+        pass
+    code, said = nursery.end(), nursery.log.read_text()[log_start:]
+    assert code == 2 and "Traceback" not in said, said
+    assert said.count("train.py: error: ") == 1 and "No space left on device" in said
+    assert newest(output) >= 2
+    filler.unlink()
+    nursery.start(flags(output))
+    assert nursery.end() == 0
+    assert_undisturbed(output, undisturbed)
+
+
+def test_a_rank_that_does_not_answer(nursery, flags, tmp_path):
+    """It is stopped, not dead: the others wait for --timeout_minutes, and then all end, with a message that says so."""
+    log_start = nursery.log.stat().st_size
+    pids = nursery.start(flags(tmp_path, "--timeout_minutes", "0.05"))
+    while newest(tmp_path) < 2:
+        time.sleep(0.005)
+    os.kill(pids[1], signal.SIGSTOP)
+    assert nursery.end(30) == 1 and all(map(gone, pids))
+    said = nursery.log.read_text()[log_start:]
+    assert "rank 1 failed (it waited for the others longer than --timeout_minutes)" in said and newest(tmp_path) >= 2
