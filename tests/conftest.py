@@ -12,6 +12,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["WANDB_MODE"] = "offline"
 CACHE = tempfile.TemporaryDirectory(prefix="qshard-tests-")  # tokens made by the tests are not the user's
 os.environ["XDG_CACHE_HOME"] = CACHE.name
 

@@ -29,14 +29,21 @@ WORLD = 2
 class Forked:
     """A forked rank, with the methods of subprocess.Popen that the launcher uses."""
 
-    def __init__(self, argv: list[str], variables: dict[str, str]):
+    def __init__(self, argv: list[str]):
+        inlet, self.outlet = os.pipe()
         self.returncode, self.pid = None, os.fork()
         if self.pid == 0:
+            os.close(self.outlet)
             os.setsid()
-            os.environ.update(variables)
             for number in launcher.SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
-            os._exit(train.work(argv))
+            os.environ.update(json.loads(os.fdopen(inlet).readline()))
+            sys.exit(train.work(argv))  # not os._exit: what dies badly in an interpreter's end must show
+        os.close(inlet)
+
+    def begin(self, variables: dict[str, str]):
+        os.write(self.outlet, json.dumps(variables).encode() + b"\n")
+        os.close(self.outlet)
 
     def poll(self):
         if self.returncode is None:
@@ -57,10 +64,13 @@ class Forked:
 
 
 def start(script, argv, world, address, port):
+    """The ranks are forked before there is a store, whose threads a fork would not take along."""
+    ranks = [Forked(argv) for _ in range(world)]
     store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
     common = dict(MASTER_ADDR=address, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
     common |= dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), **{launcher.CHECKED: "1"})
-    ranks = [Forked(argv, common | dict(RANK=str(r), LOCAL_RANK=str(r))) for r in range(world)]
+    for number, rank in enumerate(ranks):
+        rank.begin(common | dict(RANK=str(number), LOCAL_RANK=str(number)))
     print("start", os.getpid(), *(rank.pid for rank in ranks), file=reports, flush=True)
     return ranks, store
 
@@ -69,7 +79,7 @@ def serve() -> None:
     launcher.start = start
     for line in sys.stdin:
         pid = os.fork()
-        if pid == 0:
+        if pid == 0:  # the launcher; its ranks end as interpreters do, it does not
             log = os.open(os.environ["NURSERY_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)

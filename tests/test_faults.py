@@ -149,6 +149,16 @@ def test_signals(nursery, flags, undisturbed, tmp_path, number, whom):
     assert losses(tmp_path) == losses(undisturbed)
 
 
+def test_repeated_runs_end_normally(nursery, flags, tmp_path):
+    """Again and again: gloo's threads must not outlive what they use (QSHARD_REPEATS sets how often)."""
+    for number in range(int(os.environ.get("QSHARD_REPEATS", 5))):
+        log_start = nursery.log.stat().st_size
+        nursery.start(flags(tmp_path / str(number), "--max_steps", "1", "--train_type", "custom_qlora"))
+        assert nursery.end() == 0
+        said = nursery.log.read_text()[log_start:]
+        assert "terminate" not in said and "Abort" not in said and "Traceback" not in said, said
+
+
 def test_a_second_interrupt_ends_at_once(nursery, flags, tmp_path):
     pids = nursery.start(flags(tmp_path))
     while newest(tmp_path) < 2:

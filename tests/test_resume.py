@@ -95,8 +95,19 @@ def assert_same(straight: Path, second: Path) -> None:
     last = f"checkpoint-{TOTAL}"
     assert sums(straight / last) == sums(second / last) != sums(straight / f"checkpoint-{HALF}")
     assert rows(straight, "loss", "grad_norm") == rows(second, "loss", "grad_norm")
+    one, other = (json.loads((f / last / "state.json").read_text()) for f in (straight, second))
+    assert one["scaler"] == other["scaler"] and one["schedule"] == other["schedule"]
     results = sorted(path.name for path in straight.glob("*.safetensors"))
     assert results and all((straight / n).read_bytes() == (second / n).read_bytes() for n in results)
+
+
+def test_random_numbers_differ_between_seeds_steps_and_ranks():
+    def numbers(*key):
+        state.seed_step(*key)
+        return tuple(torch.rand(4).tolist())
+
+    keys = [(seed, step, rank) for seed in (1, 11) for step in (1, 2, 11) for rank in (0, 1)]
+    assert len({numbers(*key) for key in keys}) == len(keys) and numbers(*keys[0]) == numbers(*keys[0])
 
 
 @pytest.mark.parametrize("train_type", train.TRAIN_TYPES)
@@ -206,6 +217,15 @@ def test_a_signal_to_one_rank_stops_all_saved(pool, given, tmp_path):
     printed = finish(pool, 2, given(second, resume="auto"))["printed"]
     assert "checkpoint-5, 5 steps done; changed: --save_steps -1 -> 3" in printed
     assert_same(straight, second)
+
+
+def test_wandb_goes_on_with_the_same_run(pool, given, tmp_path):
+    done = pool.run(2, "whole_run", given(tmp_path, log_to="wandb", save_steps=-1), 2)
+    assert {one["code"] for one in done} == {75}
+    kept = json.loads((tmp_path / "checkpoint-2" / "state.json").read_text())["logger"]["wandb_id"]
+    finish(pool, 2, given(tmp_path, log_to="wandb", resume="auto"))
+    ids = [path.name.rsplit("-", 1)[1] for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert ids == [kept, kept] and [row[0] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_newest_are_kept_and_a_finished_run_is_left_alone(pool, given, tmp_path):

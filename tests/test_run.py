@@ -209,23 +209,6 @@ def test_bad_rows_and_misfitting_models_are_one_message(models, tmp_path):
     assert done.stderr.count("train.py: error") == 1 and "line 2" in done.stderr
 
 
-def test_repeated_runs_end_normally(models, dataset, tmp_path):
-    """Two-process runs, again and again: gloo's threads must not outlive what they use (QSHARD_REPEATS sets
-    how often)."""
-    for number in range(int(os.environ.get("QSHARD_REPEATS", 5))):
-        done = run(
-            models("llama"),
-            dataset,
-            tmp_path / str(number),
-            "--max_steps",
-            "1",
-            "--train_type",
-            "custom_qlora",
-        )
-        assert done.returncode == 0, (number, done.stderr)
-        assert "terminate" not in done.stderr and "Abort" not in done.stderr
-
-
 def test_fsdp_qloras_full_command_runs(models, dataset, tmp_path):
     """Its README's command for --train_type full, with a small model and file in place of Llama-2 and alpaca."""
     output = tmp_path / "out"
