@@ -7,6 +7,7 @@ import hashlib
 import io
 import math
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -321,6 +322,21 @@ def failing_save(runtime: train.Runtime, flags: dict, code: int) -> dict:
         write(path, shards)
 
     train.state.write_shards = failing
+    try:
+        return whole_run(runtime, flags)
+    finally:
+        train.state.write_shards = write
+
+
+def slow_save(runtime: train.Runtime, flags: dict) -> dict:
+    """Writing takes longer than a step: what is written must be what was there when it began."""
+    write = train.state.write_shards
+
+    def slow(path, shards):
+        time.sleep(0.5)
+        write(path, shards)
+
+    train.state.write_shards = slow
     try:
         return whole_run(runtime, flags)
     finally:

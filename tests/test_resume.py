@@ -254,6 +254,14 @@ def test_a_save_that_fails_leaves_the_run_and_the_older_checkpoint(pool, given, 
     assert sums(out / newest) == sums(straight / newest)
 
 
+@pytest.mark.parametrize("train_type", ["qlora", "full"])
+def test_training_goes_on_while_a_checkpoint_is_written(pool, given, tmp_path, train_type):
+    finish(pool, 2, given(tmp_path / "straight", train_type, async_save=False))
+    pool.run(2, "slow_save", given(tmp_path / "slow", train_type))
+    for name in ("checkpoint-3", "checkpoint-6"):
+        assert sums(tmp_path / "straight" / name) == sums(tmp_path / "slow" / name)
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
 def test_a_save_that_fails_on_one_rank_only(pool, given, tmp_path, code):
     printed = pool.run(2, "failing_save", given(tmp_path / "out", save_steps=1), code)[0]["printed"]
