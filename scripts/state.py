@@ -35,7 +35,7 @@ FREE = {"model_name", "llama_pro_path", "dataset", "skip_bad_rows", "eval_datase
         "use_gradient_checkpointing", "reentrant_checkpointing", "use_cpu_offload",
         "use_activation_cpu_offload", "no_sync", "low_memory", "loading_workers", "master_addr",
         "master_port", "timeout_minutes", "error_dir", "skip_nonfinite_steps", "log_to", "project_name", "name",
-        "group",        "entity", "verbose"}
+        "group", "entity", "verbose"}
 
 
 # ------------------------------------------------------------------------------------- finding and comparing

@@ -2,13 +2,14 @@
 uts, ipc, pid, mount), on a bridge that lives in the login machine's network. Needs root and install.sh's packages.
 
 Every node claims 64 CPUs and 8 GPUs; the GPUs are device files with nothing behind them. Nothing is written
-outside `folder`, and nothing stays when this process ends, however it ends.
+outside a temporary folder, and no process stays when this process ends, however it ends.
 """
 
 import os
 import re
 import shutil
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -70,7 +71,8 @@ def lacking() -> str | None:
 class Cluster:
     """Nodes n1, n2, ... and a machine `login`, up when made. Each has a disk of its own at `folder`/disk."""
 
-    def __init__(self, folder: Path, nodes: int = 3):
+    def __init__(self, nodes: int = 3):
+        folder = Path(tempfile.mkdtemp(prefix="qshard-slurm-"))  # munged wants every folder above it readable
         self.folder, self.names, self.machines, self.pids = folder, ["login"], {}, {}
         self.names += [f"n{k}" for k in range(1, nodes + 1)]
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
@@ -89,8 +91,7 @@ class Cluster:
         folder = self.folder
         for part in ("log", "state", "disk", "dev", *(f"spool/{name}" for name in self.names)):
             (folder / part).mkdir(parents=True)
-        for path in (folder.parent, folder):
-            path.chmod(0o755)
+        folder.chmod(0o755)
         (folder / "munge.key").touch(0o600)
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "slurm.conf").write_text(SETTINGS.format(net=NETWORK, dir=folder, nodes=nodes))
@@ -144,9 +145,10 @@ class Cluster:
         (self.folder / "network.up").touch()
 
     def _ready(self) -> None:
-        for _ in range(300):
-            idle = self.run("login", "sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).stdout.split()
-            if len(idle) == len(self.names) - 1:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and all(m.poll() is None for m in self.machines.values()):
+            idle = self.run("login", "sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False)
+            if len(idle.stdout.split()) == len(self.names) - 1:
                 return
             time.sleep(0.1)
         logs = [path.read_text()[-1500:] for path in (self.folder / "log").iterdir()]
@@ -196,3 +198,4 @@ class Cluster:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -17,7 +17,7 @@ if [ "$name" = login ]; then
   # one munged serves all machines, over its unix socket
   munged -F -S "$folder/munge.sock" --key-file="$folder/munge.key" --pid-file="$folder/munged.pid" \
     --log-file="$folder/log/munged" --seed-file="$folder/munge.seed" &
-  until munge -S "$folder/munge.sock" -n >/dev/null 2>&1; do sleep 0.02; done
+  until munge -S "$folder/munge.sock" -n >/dev/null 2>&1; do kill -0 $! || exit; sleep 0.02; done
   touch "$folder/munge.up"
   slurmctld -D -f "$SLURM_CONF" &
 else
