@@ -15,7 +15,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NETWORK = "10.77.0"
-# cred_expire: a requeued job waits that long before it starts again (120 s by default).
+# cred_expire: a requeued job waits that long before it starts again (default 120 s; below 5 it is
+# ignored).
 # SlurmdTimeout: a node silent for that long is down. KillWait: from TERM to KILL when a job is ended.
 SETTINGS = """
 ClusterName=test
@@ -23,7 +24,7 @@ SlurmctldHost=login({net}.254)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={dir}/munge.sock,cred_expire=2
+AuthInfo=socket={dir}/munge.sock,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={dir}/state
 SlurmdSpoolDir={dir}/spool/%n
