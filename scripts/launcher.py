@@ -234,7 +234,7 @@ def launch(script: str, argv: list[str], place: Place, problems=(), error_dir: s
             os._exit(AT_ONCE)
         asked.append(number)
         if ranks:
-            ranks.signal(signal.SIGTERM)
+            ranks.signal(signal.SIGTERM if number == signal.SIGINT else number)
     handle(pass_on)
     nodes = Nodes(place)
     try:
