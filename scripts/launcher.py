@@ -70,6 +70,7 @@ class Nodes:
         import torch.distributed as dist
         self.node, self.count, self.local_world = place.node, place.nodes, place.local_world
         self.hosts, self.told, self.broken = [socket.gethostname()], 0.0, (dist.DistError, RuntimeError)
+        self.silent: set[int] = set()
         try:
             self.store = dist.TCPStore(place.address, place.port, is_master=self.node == 0,
                                        wait_for_workers=False)
@@ -115,12 +116,13 @@ class Nodes:
         if self.count == 1:
             return []
         try:
-            silent, deadline = dict.fromkeys(range(self.count)), time.monotonic() + seconds
+            silent, deadline = set(range(self.count)), time.monotonic() + seconds
             first = [self.store.add(name, 0) for name in self.each("alive")]
             while silent and time.monotonic() < deadline and self.ended() is None:
                 silent = {node for node in silent if self.store.add(f"alive/{node}", 0) == first[node]}
                 time.sleep(0.1)
-            return [self.hosts[node] for node in silent] if time.monotonic() >= deadline else []
+            self.silent = silent if time.monotonic() >= deadline else set()
+            return [self.hosts[node] for node in self.silent]
         except self.broken:
             return self.hosts[:1]
 
@@ -135,9 +137,10 @@ class Nodes:
     def leave(self, seconds: float = 10) -> None:
         """The first node goes last: the others still need the store."""
         deadline = time.monotonic() + seconds
+        others = [name for node, name in enumerate(self.each("left")) if node not in self.silent]
         try:
             self.store.set(f"left/{self.node}", "")
-            while not self.node and not self.store.check(self.each("left")) and time.monotonic() < deadline:
+            while not self.node and not self.store.check(others) and time.monotonic() < deadline:
                 time.sleep(0.05)
         except self.broken:
             pass
