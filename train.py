@@ -36,7 +36,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
-from scripts import adapters, checkpoint, checks, data, evaluation, launcher, logs, loss, places, state  # noqa
+from scripts import adapters, checkpoint, checks, data, evaluation, launcher, logs, loss, state  # noqa: E402
+from scripts import places  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
 

@@ -4,8 +4,8 @@ On many machines a launcher runs on each (a task of srun, see fsdp_multi_node.sh
 in which the ranks find each other: who cannot start, who failed first, who is still there.
 
 Exit codes: 0 done; 1 a failure, with its traceback; 2 something the person can mend, in one message; 75
-(EX_TEMPFAIL) stopped by a signal, everything saved: `--resume auto` goes on; 76 a node was lost: likewise, from
-the last checkpoint; 130 a second Ctrl-C; 128 + n a process was ended by signal n.
+(EX_TEMPFAIL) stopped by a signal, everything saved: `--resume auto` goes on; 76 a node was lost: likewise,
+from the last checkpoint; 130 a second Ctrl-C; 128 + n a process was ended by signal n.
 """
 import json
 import os
@@ -60,7 +60,7 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-# ---------------------------------------------------------------------------------- between launchers of nodes
+# --------------------------------------------------------------------------------- between launchers of nodes
 
 class Nodes:
     """What the launchers of a run, one per node, tell each other. The store lives in the first one's process:
@@ -154,7 +154,8 @@ class Ranks:
 
     def __init__(self, script: str, argv: list[str], place: Place, port: int, error_dir: str | None):
         self.first, self.logs, self.processes = place.rank, [], []
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.local_world)))  # more would stall
+        threads = max(1, cores() // place.local_world)  # more threads than cores stall
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         common = dict(TORCHELASTIC_USE_AGENT_STORE="True", **{CHECKED: "1"})
         for local in range(place.local_world):
             here = place._replace(rank=self.first + local, local_rank=local, port=port)

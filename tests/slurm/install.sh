@@ -1,7 +1,11 @@
 #!/bin/bash
 # Debian packages of the test cluster (root; about 4 MB). Their daemons are not started.
 set -euo pipefail
-command -v slurmctld slurmd sbatch munged ip setpriv >/dev/null && exit
+missing=
+for name in slurmctld slurmd sbatch munged ip unshare nsenter setpriv; do
+  command -v $name >/dev/null || missing="$missing $name"
+done
+[ -n "$missing" ] || exit 0
 policy=/usr/sbin/policy-rc.d
 if [ ! -e $policy ]; then
   printf '#!/bin/sh\nexit 101\n' >$policy
