@@ -110,6 +110,13 @@ def test_stopped_by_a_signal(tmp_path, action, saved):
     assert len(list(tmp_path.glob("saved-*"))) == saved
 
 
+def test_a_rank_that_a_signal_ended_before_it_could_take_it_has_stopped(tmp_path):
+    """SLURM signals every process: a rank may be gone before its launcher has heard of it."""
+    action = "if rank == 3: os.kill(os.getpid(), signal.SIGUSR1)\ntime.sleep(0.3)\nos._exit(75)"
+    codes, _, errors = Pair(tmp_path, action).end()
+    assert codes == [75, 75] and errors == ["", ""]
+
+
 def test_a_lost_node(tmp_path):
     """The second node's processes vanish, and then the first's ranks fail because of it."""
     action = "while rank == 0 and not (here / 'gone').exists(): time.sleep(0.05)\nif rank == 0: sys.exit(1)"
