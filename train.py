@@ -38,7 +38,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
 from scripts import adapters, checkpoint, checks, data, evaluation, flops, launcher, logs, loss  # noqa: E402
-from scripts import neftune, optim, profiling, state, trained  # noqa: E402
+from scripts import neftune, optim, places, profiling, state, trained  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
 
@@ -208,6 +208,7 @@ class Config(logs.Flags, profiling.Flags):
     master_addr: str = option("localhost", "address of the first process")
     master_port: int = option(0, "its port; 0: a free one", low=0)
     timeout_minutes: float = option(30, "how long a process waits for the others before all end", above=0)
+    error_dir: str | None = option(None, "every process's errors go to a file of its own in this folder")
 
     @property
     def type(self) -> TrainType:
@@ -229,9 +230,8 @@ GROUPS = {"model_name": "model, data, result", "train_type": "what is trained", 
           "profile": "profiling"}
 
 
-def parse(argv: list[str], accelerators: int = 0, surroundings: bool = True) -> Config:
-    """Flags -> Config. Raises UserError with everything that is wrong with the flags and with what they name
-    (files, folders, devices), before any work. `surroundings` is off where another process has looked."""
+def read_flags(argv: list[str]) -> tuple[Config, list[str]]:
+    """Flags -> Config, and everything that is wrong with them by themselves."""
     aliases = {"precision": PRECISION_ALIASES}
     config, problems = parse_flags(Config, argv, GROUPS, __doc__.split("\n")[0], aliases)
     problems += checks.combinations(config)
@@ -239,8 +239,14 @@ def parse(argv: list[str], accelerators: int = 0, surroundings: bool = True) -> 
         problems += checks.train_type(config)
     if config.train_type in TRAIN_TYPES and config.precision in PRECISIONS:
         problems += checks.optimisation(config)
-    if surroundings:
-        problems += checks.surroundings(config, accelerators)
+    return config, problems
+
+
+def parse(argv: list[str], surroundings: bool = True) -> Config:
+    """Flags -> Config. Raises UserError with everything that is wrong with the flags and with what they name
+    (files, folders), before any work. `surroundings` is off where another process has looked."""
+    config, problems = read_flags(argv)
+    problems += checks.surroundings(config) if surroundings else []
     if problems:
         raise UserError("\n  ".join(problems))
     return config
@@ -277,16 +283,17 @@ def accelerator_count() -> int:
 
 def start_runtime(env=os.environ, timeout_minutes: float = 30) -> Runtime:
     """Device and process group. One process has a group too, so that it runs the same code as many."""
-    place = launcher.variables(env) or dict(rank=0, world=1, local_rank=0, local_world=1)
+    place = places.variables(env) or places.ALONE
     device, backend, peak = torch.device("cpu"), "gloo", logs.host_peak
     if torch.accelerator.is_available():
-        device = torch.device(torch.accelerator.current_accelerator().type, place["local_rank"])
-        torch.accelerator.set_device_index(place["local_rank"])
+        index = place.local_rank % accelerator_count()  # a task of srun may be shown its own one only
+        device = torch.device(torch.accelerator.current_accelerator().type, index)
+        torch.accelerator.set_device_index(index)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         peak = torch.accelerator.max_memory_allocated
-    alone = dict(store=dist.HashStore(), rank=0, world_size=1) if place["world"] == 1 else {}
+    alone = dict(store=dist.HashStore(), rank=0, world_size=1) if place.world == 1 else {}
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes), **alone)
-    return Runtime(device=device, peak_memory=peak, **place)
+    return Runtime(place.rank, place.local_rank, place.world, place.local_world, device, peak)
 
 
 def stop_runtime() -> None:
@@ -959,8 +966,7 @@ def work(argv: list[str]) -> int:
     try:
         config = parse(argv, surroundings=rank == 0 and launcher.CHECKED not in os.environ)
         runtime = start_runtime(timeout_minutes=config.timeout_minutes)
-        if config.world_size not in (-1, runtime.world):
-            raise UserError(f"--world_size {config.world_size}, but the launcher started {runtime.world}")
+        checks.every_node(config, runtime)
         code = run(config, runtime, stops)
         stop_runtime()
         return code
@@ -970,15 +976,17 @@ def work(argv: list[str]) -> int:
 
 def main(argv: list[str]) -> int:
     try:
-        if launcher.variables(os.environ):
+        config, problems = read_flags(argv)
+        place = places.place(os.environ, config.world_size, config.master_addr, config.master_port,
+                             accelerator_count())
+        if place.local_rank is not None:
+            os.environ.update(place.environment())
             return work(argv)
-        config = parse(argv, accelerator_count())
-        if config.weights is None or checkpoint.is_hub_id(config.weights):
-            checkpoint.find_folder(config.weights)  # once, before there are several processes
-            os.environ["HF_HUB_OFFLINE"] = "1"
-        usual = accelerator_count() or min(2, launcher.cores())
-        world = config.world_size if config.world_size > 0 else usual
-        return launcher.launch(__file__, argv, world, config.master_addr, config.master_port)
+        problems += checks.surroundings(config) if place.node == 0 else []
+        problems += checks.devices(config, place.local_world, accelerator_count())
+        if not problems and (config.weights is None or checkpoint.is_hub_id(config.weights)):
+            problems += checks.download(config)  # once a node, before there are several processes
+        return launcher.launch(__file__, argv, place, problems, config.error_dir)
     except UserError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2

@@ -1,8 +1,11 @@
 """What can be wrong with a configuration besides single values: combinations, packages, and what flags name.
 Each function returns messages for people; all of them are shown together, before any work."""
 import importlib.util
+import os
+import socket
 
 from scripts import checkpoint, data, optim, profiling, state
+from scripts.flags import UserError
 
 PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
 LOG_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # what a logger needs
@@ -98,21 +101,44 @@ def dataset(name: str | None, flag: str) -> list[str]:
     return []
 
 
-def devices(config, accelerators: int) -> list[str]:
-    """Problems between the configuration and the accelerators of this machine."""
+def devices(config, processes: int, accelerators: int) -> list[str]:
+    """Problems between the configuration and the accelerators of this machine, where `processes` start."""
     problems = []
-    if 0 < accelerators < config.world_size:
+    if 0 < accelerators < processes:
         problems.append(f"--world_size {config.world_size}: only {accelerators} accelerator(s) here")
     if config.attn_implementation in ("flex_attention", "flash_attention_2") and not accelerators:
         problems.append(f"--attn_implementation {config.attn_implementation}: trains on accelerators only")
     return problems
 
 
-def surroundings(config, accelerators: int) -> list[str]:
-    """What the flags name must exist and fit this machine."""
+def model_folders(config) -> list[str]:
     return [*checkpoint.check_folder(config.model_name, "--model_name"),
-            *checkpoint.check_folder(config.llama_pro_path, "--llama_pro_path"),
-            *dataset(config.dataset, "--dataset"), *dataset(config.eval_dataset, "--eval_dataset"),
+            *checkpoint.check_folder(config.llama_pro_path, "--llama_pro_path")]
+
+
+def surroundings(config) -> list[str]:
+    """What the flags name must exist and fit this machine."""
+    return [*model_folders(config), *dataset(config.dataset, "--dataset"),
+            *dataset(config.eval_dataset, "--eval_dataset"),
             *checkpoint.check_output(config.output_dir, config.overwrite_output_dir or bool(config.resume)),
-            *state.check(config),
-            *devices(config, accelerators)]
+            *state.check(config)]
+
+
+def download(config) -> list[str]:
+    """Fetches a model from the hub. What then starts here finds it in the cache and asks the hub no more."""
+    try:
+        checkpoint.find_folder(config.weights)
+    except UserError as error:
+        return [str(error)]
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return []
+
+
+def every_node(config, runtime) -> None:
+    """Each node needs the model: in a shared folder, or on its own disk. Collective. Raises UserError, on all
+    ranks, naming the nodes that lack it."""
+    import torch.distributed as dist
+    found: list = [None] * runtime.world
+    dist.all_gather_object(found, [(socket.gethostname(), text) for text in model_folders(config)])
+    if lines := {f"{host}: {text}": None for each in found for host, text in each}:
+        raise UserError("\n  ".join(lines))

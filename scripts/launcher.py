@@ -1,38 +1,28 @@
-"""Processes of a run: which place each has, how they start on one machine, how signals stop them.
+"""Processes of a run: how they start on one machine or on many, how signals and failures stop them.
+
+On many machines a launcher runs on each (a task of srun, see fsdp_multi_node.sh). They talk through the store
+in which the ranks find each other: who cannot start, who failed first, who is still there.
 
 Exit codes: 0 done; 1 a failure, with its traceback; 2 something the person can mend, in one message; 75
-(EX_TEMPFAIL) stopped by a signal, everything saved: `--resume auto` goes on; 130 a second Ctrl-C; 128 + n a
-process was ended by signal n.
+(EX_TEMPFAIL) stopped by a signal, everything saved: `--resume auto` goes on; 76 a node was lost: likewise,
+from the last checkpoint; 130 a second Ctrl-C; 128 + n a process was ended by signal n.
 """
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 from scripts.flags import UserError
+from scripts.places import Place, cores
 
 CHECKED = "QSHARD_CHECKED"  # set by the process that has looked at flags, files and devices for the others
-STOPPED, AT_ONCE = 75, 130
+STOPPED, NODE_LOST, AT_ONCE = 75, 76, 130
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-
-
-def variables(env) -> dict[str, int] | None:
-    """Rank variables set by torchrun (or by hand); None where this process has to start the others itself."""
-    if "RANK" not in env and "WORLD_SIZE" not in env:
-        return None
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
-    if missing:
-        raise UserError(f"RANK/WORLD_SIZE are set but {', '.join(missing)} not: set all four, or none")
-    names = dict(rank="RANK", world="WORLD_SIZE", local_rank="LOCAL_RANK", local_world="LOCAL_WORLD_SIZE")
-    given = {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": env["WORLD_SIZE"]} | dict(env)
-    if wrong := [f"{name}={given[name]}" for name in names.values() if not given[name].isdecimal()]:
-        raise UserError(f"{', '.join(wrong)} is no number")
-    place = {key: int(given[name]) for key, name in names.items()}
-    if place["rank"] >= place["world"]:
-        raise UserError(f"RANK={place['rank']} does not fit WORLD_SIZE={place['world']}")
-    return place
 
 
 def handle(action) -> None:
@@ -70,73 +60,197 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-# ----------------------------------------------------------------------------- the process that starts them
+# --------------------------------------------------------------------------------- between launchers of nodes
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+class Nodes:
+    """What the launchers of a run, one per node, tell each other. The store lives in the first one's process:
+    so its port cannot be taken by another between being found free and being used."""
+
+    def __init__(self, place: Place):
+        import torch.distributed as dist
+        self.node, self.count, self.local_world = place.node, place.nodes, place.local_world
+        self.hosts, self.told, self.broken = [socket.gethostname()], 0.0, (dist.DistError, RuntimeError)
+        self.silent: set[int] = set()
+        try:
+            self.store = dist.TCPStore(place.address, place.port, is_master=self.node == 0,
+                                       wait_for_workers=False)
+        except self.broken as error:
+            problem = "cannot be reached" if self.node else "cannot listen there"
+            raise UserError(f"--master_addr {place.address} --master_port {place.port}: {problem} "
+                            f"({str(error).splitlines()[0]})") from error
+
+    def each(self, what: str) -> list[str]:
+        return [f"{what}/{node}" for node in range(self.count)]
+
+    def agree(self, problems: list[str], asked: list[int], seconds: float = 300) -> None:
+        """Waits for the others. Raises UserError with the problems of all nodes."""
+        mine = [self.hosts[0], self.local_world, problems]
+        self.store.set(f"here/{self.node}", json.dumps(mine))
+        deadline = time.monotonic() + seconds
+        while not self.store.check(self.each("here")):
+            if asked or time.monotonic() > deadline:
+                raise UserError("" if asked else f"waited {seconds:.0f} s for {self.count} nodes in vain")
+            time.sleep(0.05)
+        every = [json.loads(self.store.get(name)) for name in self.each("here")]
+        self.hosts = [host for host, _, _ in every]
+        lines = [f"{host}: {text}" for host, _, texts in every for text in texts]
+        if len({local for _, local, _ in every}) > 1:
+            sizes = ", ".join(f"{host} {local}" for host, local, _ in every)
+            lines.append(f"the nodes have unequal numbers of processes ({sizes}): use --gpus-per-node")
+        if lines:
+            raise UserError("\n  ".join(lines))
+
+    def ended(self) -> int | None:
+        """The exit code of the run once another node has ended it. Tells, too, that this node is there."""
+        if self.count == 1 or time.monotonic() < self.told + 0.5:
+            return None
+        self.told = time.monotonic()
+        try:
+            self.store.add(f"alive/{self.node}", 1)
+            return int(self.store.get("end").split()[0]) if self.store.check(["end"]) else None
+        except self.broken:
+            return 1
+
+    def lost(self, seconds: float = 5) -> list[str]:
+        """Hosts that have told nothing for so long, while this waits for them."""
+        if self.count == 1:
+            return []
+        try:
+            silent, deadline = set(range(self.count)), time.monotonic() + seconds
+            first = [self.store.add(name, 0) for name in self.each("alive")]
+            while silent and time.monotonic() < deadline and self.ended() is None:
+                silent = {node for node in silent if self.store.add(f"alive/{node}", 0) == first[node]}
+                time.sleep(0.1)
+            self.silent = silent if time.monotonic() >= deadline else set()
+            return [self.hosts[node] for node in self.silent]
+        except self.broken:
+            return self.hosts[:1]
+
+    def end(self, code: int) -> bool:
+        """Ends the run on all nodes. Returns whether this one is the first to do so."""
+        text = f"{code} {self.node}"
+        try:
+            return self.count == 1 or self.store.compare_set("end", "", text).decode() == text
+        except self.broken:
+            return False
+
+    def leave(self, seconds: float = 10) -> None:
+        """The first node goes last: the others still need the store."""
+        deadline = time.monotonic() + seconds
+        others = [name for node, name in enumerate(self.each("left")) if node not in self.silent]
+        try:
+            self.store.set(f"left/{self.node}", "")
+            while not self.node and not self.store.check(others) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        except self.broken:
+            pass
 
 
-def start(script: str, argv: list[str], world: int, address: str, port: int):
-    """Starts `world` ranks of `script`. Returns them, and the store through which they find each other, which
-    lives in this process: so its port cannot be taken by another between being found free and being used."""
-    import torch.distributed as dist
-    try:
-        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
-    except (dist.DistError, RuntimeError) as error:
-        raise UserError(f"--master_addr {address} --master_port {port}: cannot listen there "
-                        f"({str(error).splitlines()[0]})") from error
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // world)))  # more threads than cores stall
-    common = dict(MASTER_ADDR=address, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
-                  WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), **{CHECKED: "1"})
-    return [subprocess.Popen([sys.executable, "-u", script, *argv], start_new_session=True,
-                             env=os.environ | common | dict(RANK=str(rank), LOCAL_RANK=str(rank)))
-            for rank in range(world)], store
+# ------------------------------------------------------------------------------ the process that starts ranks
+
+class Ranks:
+    """The processes of this node's ranks. With `error_dir`, each writes its errors into a file there, and all
+    but rank 0 what they print as well."""
+
+    def __init__(self, script: str, argv: list[str], place: Place, port: int, error_dir: str | None):
+        self.first, self.logs, self.processes = place.rank, [], []
+        threads = max(1, cores() // place.local_world)  # more threads than cores stall
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        common = dict(TORCHELASTIC_USE_AGENT_STORE="True", **{CHECKED: "1"})
+        for local in range(place.local_world):
+            here = place._replace(rank=self.first + local, local_rank=local, port=port)
+            output = self.open(error_dir, here.rank)
+            self.processes.append(subprocess.Popen(
+                [sys.executable, "-u", script, *argv], start_new_session=True, stderr=output,
+                stdout=output if here.rank else None, env=os.environ | common | here.environment()))
+
+    def open(self, error_dir: str | None, rank: int):
+        """The file for a rank's errors, and where in it those of this start begin."""
+        if error_dir is None:
+            return None
+        Path(error_dir).mkdir(parents=True, exist_ok=True)
+        file = open(Path(error_dir) / f"rank-{rank:05}.err", "ab")
+        self.logs.append((Path(file.name), file.tell()))
+        return file
+
+    def signal(self, number: int) -> None:
+        for process in self.processes:
+            process.send_signal(number)
+
+    def end(self, seconds: float) -> None:
+        """Gives the processes `seconds` to end by themselves."""
+        deadline = time.monotonic() + seconds
+        while any(p.poll() is None for p in self.processes) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def explain(self, local: int, code: int, host: str) -> None:
+        """Says on this process's stderr why rank `local` of this node has ended the run."""
+        rank = self.first + local
+        if code < 0:
+            print(f"train.py: error: rank {rank} on {host} was ended by {signal.Signals(-code).name} (out of "
+                  f"memory?); --resume auto goes on from the last checkpoint", file=sys.stderr)
+        if self.logs:
+            path, start = self.logs[local]
+            lines = path.read_bytes()[start:].decode(errors="replace").splitlines()
+            said = "\n".join(lines[-40:])
+            print(f"rank {rank} on {host} was the first to fail; the end of {path}:\n{said}", file=sys.stderr)
 
 
-def end(processes: list[subprocess.Popen], seconds: float) -> None:
-    """Gives the processes `seconds` to end by themselves."""
-    deadline = time.monotonic() + seconds
-    while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
-def wait(processes: list[subprocess.Popen], asked: list[int]) -> int:
-    """Waits for all, or for the first that fails, which ends the others. Returns the exit code of the run."""
-    while all(not p.poll() for p in processes):
-        if all(p.returncode == 0 for p in processes):
+def wait(ranks: Ranks, nodes: Nodes, asked: list[int]) -> int:
+    """Waits for all ranks, or for the first that fails, which ends the others, on all nodes. Returns the exit
+    code of the run."""
+    failed = code = None
+    while code is None:
+        codes = [process.poll() for process in ranks.processes]
+        if all(c == 0 for c in codes):
             return 0
+        failed = next((local for local, c in enumerate(codes) if c), None)
+        code = nodes.ended() if failed is None else codes[failed]
         time.sleep(0.05)
-    rank, code = next((rank, p.returncode) for rank, p in enumerate(processes) if p.returncode)
-    end(processes, 30 if code == STOPPED or asked else 0.5)
-    if code >= 0:
-        return code
-    if asked:  # before it could take signals itself
-        return STOPPED
-    print(f"train.py: error: rank {rank} was ended by {signal.Signals(-code).name} (out of memory?); "
-          f"--resume auto goes on from the last checkpoint", file=sys.stderr)
-    return 128 - code
+    stopped = code == STOPPED or code < 0 and (bool(asked) or -code in SIGNALS)  # or before it took signals
+    lost = [] if failed is None or stopped or code == 2 else nodes.lost()
+    result = STOPPED if stopped else NODE_LOST if lost else code if code >= 0 else 128 - code
+    first = failed is not None and nodes.end(result)
+    ranks.end(30 if stopped or asked else 0.5)
+    if first and lost:
+        print(f"train.py: error: lost {', '.join(lost)}; --resume auto goes on from the last checkpoint",
+              file=sys.stderr)
+    elif first and not stopped:
+        ranks.explain(failed, code, nodes.hosts[nodes.node])
+    return result
 
 
-def launch(script: str, argv: list[str], world: int, address: str, port: int) -> int:
-    """Runs `script` as `world` ranks on this machine. Returns the exit code. Signals are passed on, and a
-    Ctrl-C after another signal ends all at once."""
-    processes, asked, store = [], [], None
+def launch(script: str, argv: list[str], place: Place, problems=(), error_dir: str | None = None) -> int:
+    """Runs this node's ranks of `script`. Returns the exit code of the run. Signals are passed on, and a
+    Ctrl-C after another signal ends all at once. Raises UserError for `problems`, on the first node those of
+    all."""
+    if problems and place.nodes == 1:
+        raise UserError("\n  ".join(problems))
+    ranks, asked = None, []
 
     def pass_on(number, frame):
         if number == signal.SIGINT and asked:
-            for process in processes:
-                process.kill()
+            if ranks:
+                ranks.signal(signal.SIGKILL)
             os._exit(AT_ONCE)
         asked.append(number)
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
+        if ranks:
+            ranks.signal(signal.SIGTERM if number == signal.SIGINT else number)
     handle(pass_on)
-    processes, store = start(script, argv, world, address, port)
-    if asked:  # while they were being started
-        end(processes, 0)
-    code = STOPPED if asked else wait(processes, asked)
-    del store
-    return code
+    nodes = Nodes(place)
+    try:
+        nodes.agree(list(problems), asked)
+        ranks = Ranks(script, argv, place, nodes.store.port, error_dir)
+        if asked:  # while they were being started
+            ranks.end(0)
+            nodes.end(STOPPED)
+        return STOPPED if asked else wait(ranks, nodes, asked)
+    except UserError:
+        if asked or place.node:  # the first node tells
+            return STOPPED if asked else 2
+        raise
+    finally:
+        nodes.leave()

@@ -225,7 +225,7 @@ def places(tmp_path_factory) -> dict[str, str]:
 
 def outcome(capsys, monkeypatch, flags: list[str]) -> str:
     """What train.py prints to stderr for these flags; it must refuse them without starting anything."""
-    monkeypatch.setattr(train.launcher, "launch", lambda *args: pytest.fail("a bad configuration was started"))
+    monkeypatch.setattr(train.launcher, "Nodes", lambda *args: pytest.fail("a bad configuration was started"))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert train.main(flags) == 2
@@ -277,45 +277,10 @@ def test_all_problems_are_told_together(capsys, monkeypatch, tmp_path):
 
 
 def test_more_processes_than_accelerators():
-    assert "only 2 accelerator(s) here" in train.checks.devices(Config(world_size=3), 2)[0]
-    assert not train.checks.devices(Config(world_size=2), 2) and not train.checks.devices(
-        Config(world_size=9), 0
-    )
-
-
-@pytest.mark.parametrize(
-    "env, wanted",
-    [
-        ({}, None),
-        (
-            dict(RANK="1", WORLD_SIZE="4", MASTER_ADDR="a", MASTER_PORT="1"),
-            dict(rank=1, world=4, local_rank=1, local_world=4),
-        ),
-        (
-            dict(
-                RANK="3",
-                WORLD_SIZE="4",
-                LOCAL_RANK="1",
-                LOCAL_WORLD_SIZE="2",
-                MASTER_ADDR="a",
-                MASTER_PORT="1",
-            ),
-            dict(rank=3, world=4, local_rank=1, local_world=2),
-        ),
-        (dict(RANK="1"), "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
-        (
-            dict(RANK="4", WORLD_SIZE="4", MASTER_ADDR="a", MASTER_PORT="1"),
-            "RANK=4 does not fit WORLD_SIZE=4",
-        ),
-        (dict(RANK="x", WORLD_SIZE="4", MASTER_ADDR="a", MASTER_PORT="1"), "RANK=x is no number"),
-    ],
-)
-def test_launcher_variables(env, wanted):
-    if isinstance(wanted, str):
-        with pytest.raises(UserError, match=wanted):
-            train.launcher.variables(env)
-    else:
-        assert train.launcher.variables(env) == wanted
+    devices = train.checks.devices
+    assert "only 2 accelerator(s) here" in devices(Config(world_size=3), 3, 2)[0]
+    assert not devices(Config(world_size=2), 2, 2) and not devices(Config(world_size=9), 9, 0)
+    assert not devices(Config(world_size=4), 2, 2)  # of each of two nodes
 
 
 def test_every_flag_is_explained_and_grouped():

@@ -147,7 +147,7 @@ def test_world_sizes_are_obeyed(models, dataset, tmp_path):
     done = run(models("llama"), dataset, tmp_path / "2", "--max_steps", "1", env=env)
     assert done.returncode == 0 and "1 process(es)" in done.stdout, done.stderr
     done = run(models("llama"), dataset, tmp_path / "3", "--world_size", "3", env=env)
-    assert done.returncode == 2 and "--world_size 3, but the launcher started 1" in done.stderr
+    assert done.returncode == 2 and "--world_size 3, but WORLD_SIZE 1" in done.stderr
 
 
 FAILING = """
