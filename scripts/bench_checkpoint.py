@@ -82,9 +82,9 @@ def main(
     "Measure what a checkpoint costs training."
     import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
     import train
-    from scripts import checkpoint, launcher
-    if not launcher.variables(os.environ):
-        return launcher.launch(__file__, sys.argv[1:], 2, "localhost", 0)
+    from scripts import checkpoint, launcher, places
+    if not places.variables(os.environ):
+        return launcher.launch(__file__, sys.argv[1:], places.place({}, 2, "localhost", 0, 0))
     runtime, folder = train.start_runtime(), checkpoint.find_folder(model_name or None)
     for name in train_types.split(","):
         measure(name, folder, runtime, save_steps, windows, batch_size)

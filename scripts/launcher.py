@@ -20,7 +20,8 @@ from pathlib import Path
 from scripts.flags import UserError
 from scripts.places import Place, cores
 
-CHECKED = "QSHARD_CHECKED"  # set by the process that has looked at flags, files and devices for the others
+# The process that has looked at flags, files and devices for the ranks that it has started: its number.
+CHECKED = "QSHARD_CHECKED"
 STOPPED, NODE_LOST, AT_ONCE = 75, 76, 130
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -51,7 +52,7 @@ class Stops:
 
 def end_with_parent() -> None:
     """Ends this process when the one that started it is gone, however that ended."""
-    parent = os.getppid()
+    parent = int(os.environ[CHECKED])
 
     def watch():
         while os.getppid() == parent:
@@ -156,7 +157,7 @@ class Ranks:
         self.first, self.logs, self.processes = place.rank, [], []
         threads = max(1, cores() // place.local_world)  # more threads than cores stall
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        common = dict(TORCHELASTIC_USE_AGENT_STORE="True", **{CHECKED: "1"})
+        common = dict(TORCHELASTIC_USE_AGENT_STORE="True", **{CHECKED: str(os.getpid())})
         for local in range(place.local_world):
             here = place._replace(rank=self.first + local, local_rank=local, port=port)
             output = self.open(error_dir, here.rank)

@@ -1,14 +1,17 @@
 """Runs of train.py that start in a tenth of a second: this process has imported everything, and forks what
-launcher.start would start as new interpreters. All else (launcher, ranks, signals, files) is the real thing.
+the launcher would start as new interpreters. All else (launcher, ranks, signals, files) is the real thing.
 
 Reads one JSON list of flags per line from stdin, and writes "start <pid of the launcher> <pid of each rank>" and
 "end <exit code>" to stdout.
 """
 
+import ctypes
+import gc
 import json
 import os
 import signal
 import sys
+import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,24 +29,28 @@ from scripts import launcher  # noqa: E402
 WORLD = 2
 
 
-class Forked:
-    """A forked rank, with the methods of subprocess.Popen that the launcher uses."""
+def keep_stores() -> None:
+    """A fork has its parent's store without the threads of it: it must never be taken down here."""
+    for thing in gc.get_objects():
+        if isinstance(thing, launcher.Nodes):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing.store))
 
-    def __init__(self, argv: list[str]):
-        inlet, self.outlet = os.pipe()
+
+class Forked:
+    """A forked rank, in place of subprocess.Popen."""
+
+    def __init__(self, command: list[str], env: dict[str, str], **rest):
         self.returncode, self.pid = None, os.fork()
         if self.pid == 0:
-            os.close(self.outlet)
+            keep_stores()
             os.setsid()
             for number in launcher.SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
-            os.environ.update(json.loads(os.fdopen(inlet).readline()))
-            sys.exit(train.work(argv))  # not os._exit: what dies badly in an interpreter's end must show
-        os.close(inlet)
-
-    def begin(self, variables: dict[str, str]):
-        os.write(self.outlet, json.dumps(variables).encode() + b"\n")
-        os.close(self.outlet)
+            os.environ.update(env)
+            sys.exit(train.main(command[3:]))  # not os._exit: what dies badly in an interpreter's end must show
+        started.append(self.pid)
+        if len(started) == WORLD:
+            print("start", os.getpid(), *started, file=reports, flush=True)
 
     def poll(self):
         if self.returncode is None:
@@ -63,31 +70,20 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def start(script, argv, world, address, port):
-    """The ranks are forked before there is a store, whose threads a fork would not take along."""
-    ranks = [Forked(argv) for _ in range(world)]
-    store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    common = dict(MASTER_ADDR=address, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
-    common |= dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), **{launcher.CHECKED: "1"})
-    for number, rank in enumerate(ranks):
-        rank.begin(common | dict(RANK=str(number), LOCAL_RANK=str(number)))
-    print("start", os.getpid(), *(rank.pid for rank in ranks), file=reports, flush=True)
-    return ranks, store
-
-
 def serve() -> None:
-    launcher.start = start
+    launcher.subprocess = types.SimpleNamespace(Popen=Forked)
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:  # the launcher; its ranks end as interpreters do, it does not
             log = os.open(os.environ["NURSERY_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            os._exit(launcher.launch("", json.loads(line), WORLD, "localhost", 0))
+            os._exit(train.main([*json.loads(line), "--world_size", str(WORLD)]))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print("end", code, file=reports, flush=True)
 
 
 if __name__ == "__main__":
+    started: list[int] = []
     reports = os.fdopen(os.dup(1), "w")
     serve()
