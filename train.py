@@ -665,8 +665,9 @@ def start_adapters(model: Model, blocks: nn.ModuleList, config: Config) -> None:
         init_magnitudes(model.module, blocks, model.mesh)
 
 
-def build(config: Config, folder: Path, runtime: Runtime) -> Model:
-    """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows."""
+def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
+    """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows. `stored`
+    is where weights come from, the folder's unless given."""
     module, kind = empty_model(folder, config.numbers.frozen, config.attn_implementation), config.type
     blocks, targets = blocks_of(module), []
     new = checkpoint.new_blocks(folder) if kind.new_blocks else []
@@ -683,7 +684,7 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     if kind.adapter:
         targets = adapters.find_targets(module, blocks, config.lora_target_modules)
         adapters.ADAPTERS[kind.adapter](module, config, targets)
-    stored = checkpoint.Checkpoint(folder)
+    stored = stored or checkpoint.Checkpoint(folder)
     matched = stored.match(slots)
     facts |= dict(quantized_parameters=quantized_elements(blocks), targets=targets,
                   trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad))
