@@ -78,25 +78,26 @@ def register() -> None:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
         _setup_privateuseone_for_python_backend(NAME, backend_module=Accelerator())
         register_autocast()
+        gc.collect()
+        gc.freeze()  # later collections look at a trace's objects only
 
 
 def register_autocast() -> None:
-    """Autocast of matrix products, as CUDA has it, with its cache of cast parameters."""
-    global LIBRARY
-    LIBRARY = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
-
+    """Autocast of matrix products, as CUDA has it; everything else passes."""
     def casting(op):
         def cast(*args, **kwargs):
-            dtype = torch.get_autocast_dtype(NAME)
-            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.
-                                                                           AutocastPrivateUse1)):
-                return op(*(Trace.now.autocast(a, dtype) for a in args), **kwargs)
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                return op(*map(Trace.now.autocast, args), **kwargs)
         return cast
+    key = torch._C.DispatchKey.AutocastPrivateUse1
+    every, aten = (torch.library.Library(space, "IMPL", "AutocastPrivateUse1") for space in ("_", "aten"))
+    every.fallback(torch.library.fallthrough_kernel)
     for name in AUTOCAST:
-        LIBRARY.impl(name, casting(getattr(torch.ops.aten, name)))
+        aten.impl(name, casting(getattr(torch.ops.aten, name)))
+    LIBRARIES.extend((every, aten))  # a library that is collected unregisters
 
 
-LIBRARY = None
+LIBRARIES: list = []
 
 
 # ------------------------------------------------------------------------------------------------------ trace
@@ -105,7 +106,8 @@ class Trace(TorchDispatchMode):
     """Every allocation and release of storage memory, with what it is for (`tag`) and when (`phase`).
 
     now[place]: bytes held; peak[phase, place]: most bytes; parts[phase, place]: {tag: bytes} at that moment;
-    events: the accelerator's, for cuda_allocator.replay; blocking: copies that made the host wait.
+    together: most bytes in all places during the steps; events: the accelerator's, for cuda_allocator.replay;
+    blocking: copies that made the host wait.
     """
     now: "Trace | None" = None  # the one in progress, which substitutes below report to
 
@@ -115,7 +117,7 @@ class Trace(TorchDispatchMode):
         self.ids, self.info = weakref.WeakKeyDictionary(), {}  # storage -> id -> [place, bytes, tag, stream]
         self.events, self.blocking, self.count = [], defaultdict(int), 0
         self.held, self.by, self.peak, self.parts = defaultdict(int), defaultdict(int), {}, {}
-        self.pinned, self.cast, self.labels = weakref.WeakSet(), {}, {}
+        self.pinned, self.cast, self.labels, self.together = weakref.WeakSet(), {}, {}, 0
 
     def __enter__(self):
         Trace.now = self
@@ -138,6 +140,8 @@ class Trace(TorchDispatchMode):
         self.held[place] += size - old
         self.by[place, tag] += size - old
         self.note(place)
+        if self.phase not in ("load", "save"):
+            self.together = max(self.together, sum(self.held.values()))
 
     def note(self, place: str) -> None:
         if self.held[place] > self.peak.get((self.phase, place), -1):
@@ -231,8 +235,9 @@ class Trace(TorchDispatchMode):
         expanded = 0 if query.shape[1] == keys.shape[1] else 2 * query.numel() * query.element_size()
         return self.add(ACCELERATOR, rounded(query.numel() * 4 + expanded), "kernel workspaces")
 
-    def autocast(self, value, dtype: torch.dtype):
+    def autocast(self, value):
         """Casts like CUDA's autocast: a parameter's cast copy is kept until the region ends."""
+        dtype = torch.get_autocast_dtype(NAME)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == dtype:
             return value
         if not (value.requires_grad and value.is_leaf and torch.is_autocast_cache_enabled()):
@@ -379,7 +384,7 @@ def reports(train) -> list:
     ]
 
 
-def stand_ins(train, config, world: int) -> list:
+def stand_ins(train, config) -> list:
     """What fake tensors, or the fake device, lack."""
     import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
     from torch.distributed.fsdp._fully_shard import _fsdp_init
@@ -400,7 +405,10 @@ def stand_ins(train, config, world: int) -> list:
     ]
 
 
-def device_stand_ins(train, world: int) -> list:
+def device_stand_ins(train, kind: str, world: int) -> list:
+    """The machine: as many accelerators as processes, or none."""
+    if kind != NAME:
+        return [(train, "accelerator_count", lambda: 0), (torch.accelerator, "is_available", lambda: False)]
     accelerator, clear = getattr(torch, NAME), torch.clear_autocast_cache
 
     def clear_autocast_cache():
@@ -510,7 +518,6 @@ def steps(trace: Trace, train, training, count: int) -> None:
     """`count` optimiser steps; from the second on the optimiser's state is there. Two micro-batches show all
     that gradient accumulation adds."""
     config = training.config
-    step = training.optimizer.step
     for _ in range(count):
         trace.enter("forward start")
         trace.tag = "activations"
@@ -519,7 +526,6 @@ def steps(trace: Trace, train, training, count: int) -> None:
         train.train_step(training, [batch for batch, _ in batches], sum(tokens for _, tokens in batches))
         del batches
         gc.collect()
-    assert step
 
 
 def run(train, config, folder, world: int, kind: str = NAME, count: int = 2) -> tuple[Trace, dict]:
@@ -527,11 +533,10 @@ def run(train, config, folder, world: int, kind: str = NAME, count: int = 2) -> 
     "cpu", on a fake CPU). `folder` needs no more than config.json. Returns the trace and the persistent bytes.
     """
     register()
-    changes = reports(train) + stand_ins(train, config, world)
-    changes += device_stand_ins(train, world) if kind == NAME else []
+    changes = reports(train) + stand_ins(train, config) + device_stand_ins(train, kind, world)
     runtime = train.Runtime(0, 0, world, world, torch.device(kind), peak_memory=lambda: 0)
     gc.collect()
-    with (fake_group(kind, world), substituted(*changes), torch.autograd.set_multithreading_enabled(False),
+    with (substituted(*changes), fake_group(kind, world), torch.autograd.set_multithreading_enabled(False),
           contextlib.ExitStack() as modes, substituted(fake_from_shard_on(train, modes, kind))):
         model = train.build(config, folder, runtime, NoWeights())
         trace = Trace.now
