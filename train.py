@@ -208,6 +208,10 @@ class Config:
     use_activation_cpu_offload: bool = option(False, "keep saved activations in host memory until backward")
     no_sync: bool = option(False, "reduce gradients once per step, not per micro-batch; holds them whole")
     low_memory: bool = option(True, "read only this process's rows; false: every process reads whole tensors")
+    plan: str | None = option(None, "only say what the run would need", ("quick", "exact"), bare="quick")
+    plan_json: str | None = option(None, "write what --plan finds to this file as well")
+    gpu_memory: float = option(24.0, "GiB of an accelerator that --plan plans for", above=0)
+    host_memory: float = option(128.0, "GiB of host memory that --plan plans for", above=0)
     loading_workers: int = option(-1, "threads per process that read and quantise; -1: one", low=-1)
 
     world_size: int = option(-1, "processes; -1: one per accelerator, on a CPU 2 (1 with one core)", low=-1)
@@ -247,7 +251,7 @@ def parse(argv: list[str], accelerators: int = 0, surroundings: bool = True) -> 
     problems += checks.combinations(config)
     if config.train_type in TRAIN_TYPES:
         problems += checks.train_type(config)
-    if surroundings:
+    if surroundings and not config.plan:
         problems += checks.surroundings(config, accelerators)
     if problems:
         raise UserError("\n  ".join(problems))
@@ -967,6 +971,10 @@ def main(argv: list[str]) -> int:
             work(argv)
             return 0
         config = parse(argv, accelerator_count())
+        if config.plan:
+            from scripts import plan
+            plan.answer(config)
+            return 0
         if config.weights is None or checkpoint.is_hub_id(config.weights):
             checkpoint.find_folder(config.weights)  # once, before there are several processes
             os.environ["HF_HUB_OFFLINE"] = "1"

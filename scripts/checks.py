@@ -29,7 +29,7 @@ def train_type(config) -> list[str]:
     """Problems between the train type and the flags that only some types use, and packages it needs but
     lacks."""
     kind, name, problems = config.type, config.train_type, []
-    if kind.new_blocks and config.llama_pro_path is None:
+    if kind.new_blocks and config.llama_pro_path is None and not config.plan:
         problems.append(f"--train_type {name} needs --llama_pro_path, made by scripts/block_expansion.py")
     if not kind.new_blocks and config.llama_pro_path is not None:
         problems.append(f"--llama_pro_path goes with a llama_pro train type, not with {name}")

@@ -7,6 +7,7 @@ Registering the device cannot be undone: plan in a process of its own.
 """
 import contextlib
 import gc
+import logging
 import weakref
 from collections import defaultdict, deque
 
@@ -386,6 +387,7 @@ def reports(train) -> list:
 
 def stand_ins(train, config) -> list:
     """What fake tensors, or the fake device, lack."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports optional kernels it does not find
     import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
     from torch.distributed.fsdp._fully_shard import _fsdp_init
     from transformers import masking_utils
@@ -431,8 +433,10 @@ def device_stand_ins(train, kind: str, world: int) -> list:
 def fake_group(kind: str, world: int):
     """Rank 0 of `world` processes that do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    backend = "fake" if kind == "cpu" else f"cpu:fake,{kind}:fake"
-    dist.init_process_group(backend, rank=0, world_size=world, store=FakeStore())
+    capable = dist.Backend.backend_capability["fake"]
+    if kind not in capable:
+        capable.append(kind)
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
         yield
     finally:
@@ -518,6 +522,7 @@ def steps(trace: Trace, train, training, count: int) -> None:
     """`count` optimiser steps; from the second on the optimiser's state is there. Two micro-batches show all
     that gradient accumulation adds."""
     config = training.config
+    training.optimizer.register_step_pre_hook(lambda *args: setattr(trace, "tag", "optimiser"))
     for _ in range(count):
         trace.enter("forward start")
         trace.tag = "activations"
