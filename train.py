@@ -341,18 +341,19 @@ def make_mesh(config: Config, runtime: Runtime):
 
 class _DequantLinear(torch.autograd.Function):
     """y = x W^T. Keeps the module, not the weight: backward dequantises again, after FSDP has gathered the
-    parts again."""
+    parts again. A large weight is dequantised in pieces: rows of it forward, columns backward, so that each
+    output is still one sum."""
 
     @staticmethod
     def forward(ctx, x, module):
         ctx.module, ctx.dtype = module, x.dtype
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return F.linear(x.to(dtype), module.dequantize(dtype))
+        return module.in_pieces(lambda weight: F.linear(x.to(dtype), weight), dtype, 0)
 
     @staticmethod
     def backward(ctx, grad):
-        return (grad @ ctx.module.dequantize(grad.dtype)).to(ctx.dtype), None
+        return ctx.module.in_pieces(lambda weight: grad @ weight, grad.dtype, 1).to(ctx.dtype), None
 
 
 class FrozenQuantLinear(nn.Linear):
@@ -370,6 +371,18 @@ class FrozenQuantLinear(nn.Linear):
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self.quantizer.dequantize(self, (self.out_features, self.in_features), dtype)
+
+    def in_pieces(self, product: Callable, dtype: torch.dtype, dim: int) -> torch.Tensor:
+        """product(weight), made of the products with the weight's rows (dim 0) or columns (1)."""
+        shape, whole = (self.out_features, self.in_features), None
+        for low, high, weight in self.quantizer.pieces(self, shape, dtype, dim):
+            part = product(weight)
+            if high - low == shape[dim]:
+                return part
+            whole = part.new_empty(*part.shape[:-1], shape[dim]) if whole is None else whole
+            whole[..., low:high] = part
+            del part, weight
+        return whole
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = _DequantLinear.apply(x, self)
@@ -489,8 +502,9 @@ def checkpoint_activations(model: nn.Module, blocks: nn.ModuleList, reentrant: b
 
 
 def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list[str]:
-    """fully_shard in units: embedding, blocks (and their attention and MLP), [final norm, head], root.
-    Returns them."""
+    """fully_shard in units: embedding, blocks (and their attention and MLP), final norm, head, root. Returns
+    their names. The norm stands between the last block and the head so that, when the head is gathered, no
+    block's gather buffer is held any more."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     pin = accelerator_count() > 0
     offload = CPUOffloadPolicy(pin_memory=pin) if config.use_cpu_offload else OffloadPolicy()
@@ -506,15 +520,17 @@ def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # tied ones must share a unit, the root
         rest = [m for m in model.base_model.children() if m not in (embedding, blocks)]
-        units += [embedding, [*(m for m in rest if list(m.parameters())), head]]
+        units += [embedding, *(m for m in rest if list(m.parameters())), head]
     for unit in units:
-        fully_shard(unit, reshard_after_forward=reshard and not isinstance(unit, list), **common)
+        fully_shard(unit, reshard_after_forward=reshard and unit is not head, **common)
     fully_shard(model, reshard_after_forward=False, **common)
+    if embedding in units and not embedding.weight.requires_grad:
+        embedding.set_unshard_in_backward(False)  # it would be gathered ahead, and nothing asks for it
     for module in model.modules():  # the loss is divided by the tokens of all ranks: gradients are summed
         if isinstance(module, torch.distributed.fsdp.FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return [" + ".join(names[m] for m in u) if isinstance(u, list) else names[u] for u in units] + ["root"]
+    return [names[unit] for unit in units] + ["root"]
 
 
 def local_rows(rows: int, mesh) -> tuple[int, int]:
@@ -632,9 +648,12 @@ def init_magnitudes(module: nn.Module, blocks: nn.ModuleList, mesh) -> None:
     block."""
     for block in blocks:
         layers = [m for m in block.modules() if hasattr(m, "lora_magnitude_vector")]
-        block.unshard()
+        units = [m for m in block.modules() if isinstance(m, torch.distributed.fsdp.FSDPModule)]
+        for unit in units:
+            unit.unshard()
         squares = [layer.row_squares() for layer in layers]
-        block.reshard()
+        for unit in units:
+            unit.reshard()
         for layer, square in zip(layers, squares):
             low, high = local_rows(len(square), mesh)
             put(layer.base_squares, square[low:high].view(-1, 1).view(torch.uint8))

@@ -378,7 +378,8 @@ def reports(train) -> list:
         around(Group, "pre_forward", unit), around(Group, "pre_backward", unit),
         around(Group, "post_backward", tag="gradients"),
         around(ShardingPropagator, "_propagate_tensor_meta_non_cached", pause=True),  # whole-model phantoms
-        around(train.FrozenQuantLinear, "dequantize", tag="dequantised weights"),
+        *(around(kind, name, tag="dequantised weights")
+          for kind in train.QUANTIZERS.values() for name in ("dequantize", "statistics") if hasattr(kind, name)),
         around(train.loss.ChunkedCrossEntropy, "forward", tag="logits"),
         (torch.UntypedStorage, "resize_", resize_), (torch.Tensor, "backward", run_backward),
         (train, "clip_gradients", clip_gradients),
