@@ -212,6 +212,7 @@ class Config:
     plan_json: str | None = option(None, "write what --plan finds to this file as well")
     gpu_memory: float = option(24.0, "GiB of an accelerator that --plan plans for", above=0)
     host_memory: float = option(128.0, "GiB of host memory that --plan plans for", above=0)
+    force: bool = option(False, "start also where the model cannot fit into the memory that is free")
     loading_workers: int = option(-1, "threads per process that read and quantise; -1: one", low=-1)
 
     world_size: int = option(-1, "processes; -1: one per accelerator, on a CPU 2 (1 with one core)", low=-1)
@@ -269,6 +270,7 @@ class Runtime:
     local_world: int
     device: torch.device
     peak_memory: Callable[[], int]  # bytes: peak allocated on the accelerator; on a CPU the process's peak
+    free_memory: Callable[[], int] = lambda: 2**62  # bytes that are free for this process's tensors
 
     @property
     def main(self) -> bool:
@@ -307,14 +309,16 @@ def start_runtime(env=os.environ) -> Runtime:
     """Device and process group. One process has a group too, so that it runs the same code as many."""
     place = launcher_variables(env) or dict(rank=0, world=1, local_rank=0, local_world=1)
     device, backend, peak = torch.device("cpu"), "gloo", logs.host_peak
+    free = functools.partial(logs.host_free, place["local_world"])
     if torch.accelerator.is_available():
         device = torch.device(torch.accelerator.current_accelerator().type, place["local_rank"])
         torch.accelerator.set_device_index(place["local_rank"])
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         peak = torch.accelerator.max_memory_allocated
+        free = lambda: torch.accelerator.get_memory_info()[0]  # noqa: E731
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if place["world"] == 1 else {}
     dist.init_process_group(backend, **alone)
-    return Runtime(device=device, peak_memory=peak, **place)
+    return Runtime(device=device, peak_memory=peak, free_memory=free, **place)
 
 
 def stop_runtime() -> None:
@@ -717,6 +721,7 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
         checkpoint_activations(module, blocks, config.reentrant_checkpointing)
     mesh = make_mesh(config, runtime)
     facts["units"] = shard(module, blocks, config, mesh)
+    checks.room(module, blocks, config, runtime)
     allocate(module, torch.device("cpu") if config.use_cpu_offload else runtime.device, runtime.device)
     load(stored, matched, config, runtime, mesh)
     model = Model(module.train(), mesh, targets, facts | dict(bytes_read=stored.bytes_read))

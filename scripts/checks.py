@@ -3,8 +3,12 @@ Each function returns messages for people; all of them are shown together, befor
 import importlib.util
 
 from scripts import checkpoint, data
+from scripts.flags import UserError
 
 PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
+
+
+STATES = {"sgd": 1, "lion": 1}  # tensors of optimiser state per trained one; for the others 2
 
 
 def combinations(config) -> list[str]:
@@ -68,3 +72,32 @@ def surroundings(config, accelerators: int) -> list[str]:
             *dataset(config.dataset, "--dataset"), *dataset(config.eval_dataset, "--eval_dataset"),
             *checkpoint.check_output(config.output_dir, config.overwrite_output_dir),
             *devices(config, accelerators)]
+
+
+def state_bytes(config, trained: int, stored: int) -> int:
+    """Of the optimiser's state for `trained` elements that take `stored` bytes."""
+    if "8bit" in config.optimizer:
+        return STATES.get(config.optimizer.removesuffix("_8bit"), 2) * trained
+    return STATES.get(config.optimizer, 2) * stored
+
+
+def room(module, blocks, config, runtime) -> None:
+    """Compares what this process keeps through training, from the sizes of its shards, with the memory that is
+    free. Raises UserError where that and one gathered block alone are more (--force goes on), and warns where
+    two blocks, and the blocks' inputs kept for backward, would not fit. `--plan` knows the rest."""
+    def stored(parameters, whole=False):
+        tensors = [p if whole else p.to_local() for p in parameters]
+        return sum(t.numel() * t.element_size() for t in tensors)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    kept = stored(module.parameters()) + stored(trained)
+    kept += state_bytes(config, sum(p.to_local().numel() for p in trained), stored(trained))
+    block, free = stored(blocks[0].parameters(), whole=True), runtime.free_memory()
+    hidden = module.config.get_text_config().hidden_size * config.numbers.compute.itemsize
+    inputs = len(blocks) * config.batch_size * config.context_length * hidden
+    kept = 0 if config.use_cpu_offload and runtime.device.type != "cpu" else kept
+    sizes = f"{kept / 2**30:.1f} GiB kept by each process, {free / 2**30:.1f} GiB free"
+    if kept + block > free and not config.force:
+        raise UserError(f"this run cannot fit: {sizes}. `train.py --plan` with the same flags says what to change "
+                        "(--force true starts anyway)")
+    if kept + 2 * block + inputs > free and runtime.main:
+        print(f"warning: memory is tight: {sizes}; `train.py --plan` with the same flags says what to change")

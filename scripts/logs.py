@@ -31,6 +31,14 @@ def host_memory() -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
+def host_free(processes: int) -> int:
+    """Bytes of host memory that are free, page cache included, for each of so many processes."""
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    return found[0] // processes if found else 2**62
+
+
 def describe(row: dict) -> str:
     """One row of metrics.jsonl in a line."""
     return (f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm {row['grad_norm']:.2f}  "

@@ -3,7 +3,8 @@ memory, disk; whether it fits, what to change if not, how much more would fit if
 
     python train.py --plan [any flags]           # a few blocks are traced, and any number of them follows
     python train.py --plan exact [any flags]     # all of them, and what the CUDA allocator would reserve
-    python scripts/plan.py --table               # the ancestor's published runs beside ours
+    python scripts/plan.py --show published      # the ancestor's published runs beside ours
+    python scripts/plan.py --show accuracy       # quick plans beside exact ones
 
 Only a model's config.json is looked at, or the named shapes below. The numbers are those of train.py's own
 build, step and saving on fake tensors (plan_trace.py), with full rows and every position supervised.
@@ -379,3 +380,62 @@ def answer(config) -> None:
         rows = remedies(made, show_change)
     if config.plan_json:
         Path(config.plan_json).write_text(json.dumps(as_json(made, rows, sizes), indent=1) + "\n")
+
+
+# -------------------------------------------------------------------------------------------- published runs
+
+# AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md: 2 cards of 24 GB, LoRA of rank 64 on all linears but o_proj.
+# (model, train type, offload, batch, context, GiB reserved at the peak)
+PUBLISHED = [
+    ("Llama-2-7B", "qlora", False, 1, 512, 4.98), ("Llama-2-7B", "qlora", False, 1, 2048, 5.21),
+    ("Llama-2-7B", "qlora", False, 4, 2048, 11.22), ("Llama-2-7B", "qlora", False, 10, 2048, 20.97),
+    ("Llama-2-7B", "lora", False, 4, 2048, 16.14), ("Llama-2-7B", "lora", False, 6, 2048, 21.35),
+    ("Llama-2-7B", "qlora", True, 12, 2048, 22.38), ("Llama-2-7B", "lora", True, 10, 2048, 22.69),
+    ("Yi-34B", "qlora", False, 2, 2048, 23.05), ("Yi-34B", "qlora", True, 4, 2048, 22.98),
+    ("Llama-2-70B", "qlora", True, 2, 2048, 14.92),
+]
+TARGETS = "q_proj,k_proj,v_proj,up_proj,down_proj,gate_proj"
+
+
+def published_config(model: str, train_type: str, offload: bool, batch: int, context: int):
+    import train
+    return train.Config(model_name=model, train_type=train_type, use_cpu_offload=offload, batch_size=batch,
+                        context_length=context, precision="bf16", lora_rank=64, lora_dropout=0.1,
+                        lora_target_modules=TARGETS, plan="exact")
+
+
+def show_published(only: str) -> None:
+    print("| model | type | offload | batch x context | published, reserved | reserved | allocated | host/process |")
+    print("|---|---|---|---|---:|---:|---:|---:|")
+    for *work, reserved in (row for row in PUBLISHED if only in row[0]):
+        made = plan(published_config(*work), 2, "exact")
+        model, kind, offload, batch, context = work
+        print(f"| {model} | {kind} | {'yes' if offload else 'no'} | {batch} x {context} | {reserved:.2f} | "
+              f"{gib(made.reserved)} | {gib(made.allocated)} | {gib(made.host)} |", flush=True)
+
+
+def show_accuracy(only: str) -> None:
+    print("| model | type | offload | quick, allocated | exact, allocated | largest difference of a phase |")
+    print("|---|---|---|---:|---:|---:|")
+    for *work, _ in (row for row in PUBLISHED if only in row[0]):
+        quick, exact = (plan(published_config(*work), 2, mode) for mode in ("quick", "exact"))
+        worst = max(abs(quick.phase(phase, place) - exact.phase(phase, place)) for phase in PHASES
+                    for place in ("accelerator", "pinned", "host"))
+        print(f"| {work[0]} | {work[1]} | {'yes' if work[2] else 'no'} | {gib(quick.allocated)} | "
+              f"{gib(exact.allocated)} | {worst / GIB:.4f} |", flush=True)
+
+
+def main(
+    show: str = "published",  # published: the ancestor's runs beside ours; accuracy: quick beside exact plans
+    only: str = "",  # models whose name has this in it
+):
+    "Tables of plans. One plan: python train.py --plan."
+    {"published": show_published, "accuracy": show_accuracy}[show](only)
+
+
+if __name__ == "__main__":
+    from fastcore.script import call_parse
+
+    from scripts.data import kebab_flags
+    sys.argv = kebab_flags(sys.argv)
+    call_parse(main)

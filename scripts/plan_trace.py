@@ -79,8 +79,6 @@ def register() -> None:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
         _setup_privateuseone_for_python_backend(NAME, backend_module=Accelerator())
         register_autocast()
-        gc.collect()
-        gc.freeze()  # later collections look at a trace's objects only
 
 
 def register_autocast() -> None:
@@ -542,6 +540,7 @@ def run(train, config, folder, world: int, kind: str = NAME, count: int = 2) -> 
     changes = reports(train) + stand_ins(train, config) + device_stand_ins(train, kind, world)
     runtime = train.Runtime(0, 0, world, world, torch.device(kind), peak_memory=lambda: 0)
     gc.collect()
+    gc.freeze()  # so that collections look at this trace's objects only
     with (substituted(*changes), fake_group(kind, world), torch.autograd.set_multithreading_enabled(False),
           contextlib.ExitStack() as modes, substituted(fake_from_shard_on(train, modes, kind))):
         model = train.build(config, folder, runtime, NoWeights())

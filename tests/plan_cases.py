@@ -5,6 +5,7 @@ up."""
 
 import contextlib
 import gc
+import io
 import weakref
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from scripts import plan_trace
+from scripts import plan, plan_trace
 
 
 def configuration(folder: str, flags: dict) -> train.Config:
@@ -71,8 +72,8 @@ def counting():
             torch.UntypedStorage.resize_ = resize
 
 
-def real(folder: str, flags: dict, world: int) -> dict:
-    """Persistent bytes and the peak of two optimiser steps of rank 0, with real tensors on the CPU. The group is
+def real(folder: str, flags: dict, world: int, count: int = 2) -> dict:
+    """Persistent bytes and the peak of `count` optimiser steps of rank 0, with real tensors on the CPU. The group is
     a fake one: numbers come out wrong, memory right."""
     config, device = configuration(folder, flags), torch.device("cpu")
     runtime = train.Runtime(0, 0, world, world, device, peak_memory=lambda: 0)
@@ -86,7 +87,7 @@ def real(folder: str, flags: dict, world: int) -> dict:
             params = sum(p.to_local().numel() * p.element_size() for p in model.module.parameters())
             training = train.make_training(model, config, runtime, 10)
             counter.peak = counter.now
-            for _ in range(2):
+            for _ in range(count):
                 number = min(2, config.gradient_accumulation_steps)
                 batches = [plan_trace.make_batch(config, device) for _ in range(number)]
                 train.train_step(training, [batch for batch, _ in batches], 100)
@@ -117,3 +118,65 @@ def planned(folder: str, flags: dict, world: int, kind: str, exact_sizes: bool =
         if phase.split()[0] in ("forward", "backward", "optimiser"):
             peaks[place] = max(value, peaks.get(place, 0))
     return dict(facts, peaks=peaks, together=trace.together, blocking=dict(trace.blocking))
+
+
+def built(folder: str, flags: dict, world: int, kind: str) -> dict:
+    """Facts after building, with no step."""
+    return plan_trace.run(train, configuration(folder, flags), Path(folder), world, kind, 0)[1]
+
+
+def shards(folder: str, flags: dict, world: int) -> tuple[int, int]:
+    """Bytes of rank 0's parameters: planned, and of real tensors."""
+    return built(folder, flags, world, "gpu")["parameters_bytes"], real(folder, flags, world, 0)["parameters_bytes"]
+
+
+def shard_bytes(name: str, flags: dict, depth: int, world: int) -> int:
+    with plan.model_folder(plan.SHAPES[name], depth, []) as folder:
+        return built(str(folder), flags, world, "gpu")["parameters_bytes"]
+
+
+def quick_and_exact(name: str, flags: dict, depth: int) -> tuple[dict, dict]:
+    """{(phase, place): bytes} of both modes, for the model with `depth` blocks."""
+    plan.SHAPES[name], kept = plan.SHAPES[name] | dict(num_hidden_layers=depth), plan.SHAPES[name]
+    try:
+        plans = [plan.plan(configuration(name, flags), 2, mode) for mode in ("quick", "exact")]
+    finally:
+        plan.SHAPES[name] = kept
+    assert [made.mode for made in plans] == ["quick", "exact"]
+    places = ("accelerator", "pinned", "host")
+    return tuple({(p, w): made.phase(p, w) for p in plan.PHASES for w in places} for made in plans)
+
+
+def with_mistake(folder: str, mistake: str) -> str:
+    """The error of a plan with a mistake built into the step."""
+    step, allocate = train.train_step, train.allocate
+
+    def wrong_device(training, batches, tokens):
+        batches[0]["labels"] = batches[0]["labels"].cpu()
+        return step(training, batches, tokens)
+
+    def value_read(training, batches, tokens):
+        total, norm = step(training, batches, tokens)
+        return total.item(), norm
+
+    def buffer_left(module, home, device):
+        allocate(module, home, device)
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                owner._buffers[name] = buffer.cpu()
+
+    changes = dict(wrong_device=("train_step", wrong_device), value_read=("train_step", value_read))
+    name, change = (changes | dict(buffer_left=("allocate", buffer_left)))[mistake]
+    with plan_trace.substituted((train, name, change)):
+        try:
+            planned(folder, {}, 2, "gpu", count=1)
+        except Exception as error:
+            return repr(error)
+    return ""
+
+
+def command(argv: list[str]) -> tuple[int, str]:
+    """Exit code and output of `train.py` with these flags."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = train.main(argv)
+    return code, out.getvalue()
