@@ -21,7 +21,8 @@ from torch.utils.backend_registration import _DummyBackendModule
 from scripts.cuda_allocator import rounded
 
 NAME = "gpu"  # of the fake accelerator
-ACCELERATOR, PINNED, HOST = "accelerator", "pinned", "host"  # where memory is
+ACCELERATOR, PINNED, HOST = "accelerator", "pinned", "pageable"  # where memory is
+NODE = "host"  # pinned and pageable together
 # What half-precision matrix products are under autocast on CUDA; a fake device has no table of its own.
 AUTOCAST = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")
 
@@ -139,8 +140,11 @@ class Trace(TorchDispatchMode):
         self.held[place] += size - old
         self.by[place, tag] += size - old
         self.note(place)
+        if place != ACCELERATOR:
+            self.held[NODE] += size - old
+            self.note(NODE)
         if self.phase not in ("load", "save"):
-            self.together = max(self.together, sum(self.held.values()))
+            self.together = max(self.together, self.held[ACCELERATOR] + self.held[NODE])
 
     def note(self, place: str) -> None:
         if self.held[place] > self.peak.get((self.phase, place), -1):
@@ -150,7 +154,7 @@ class Trace(TorchDispatchMode):
     def enter(self, phase: str) -> None:
         """A new phase; what is held now counts for it."""
         self.phase = phase
-        for place in (ACCELERATOR, PINNED, HOST):
+        for place in (ACCELERATOR, PINNED, HOST, NODE):
             self.note(place)
 
     def size(self, place: str, count: int) -> int:

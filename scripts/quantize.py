@@ -11,7 +11,7 @@ import math
 import torch
 
 
-PIECE_BYTES = 2**26  # of a weight dequantised at a time
+PIECE_BYTES = 2**25  # of a weight dequantised at a time
 
 
 def as_bytes(column: torch.Tensor) -> torch.Tensor:

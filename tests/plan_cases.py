@@ -102,7 +102,9 @@ def real(folder: str, flags: dict, world: int, count: int = 2) -> dict:
         assert not dist.is_initialized()
 
 
-def planned(folder: str, flags: dict, world: int, kind: str, exact_sizes: bool = True, count: int = 2) -> dict:
+def planned(
+    folder: str, flags: dict, world: int, kind: str, exact_sizes: bool = True, count: int = 2
+) -> dict:
     """The planner's peaks of the same; without rounding to blocks of 512 bytes or powers of two, as real tensors on a
     CPU have none."""
     config = configuration(folder, flags)
@@ -143,35 +145,33 @@ def quick_and_exact(name: str, flags: dict, depth: int) -> tuple[dict, dict]:
     finally:
         plan.SHAPES[name] = kept
     assert [made.mode for made in plans] == ["quick", "exact"]
-    places = ("accelerator", "pinned", "host")
-    return tuple({(p, w): made.phase(p, w) for p in plan.PHASES for w in places} for made in plans)
+    return tuple({(p, w): made.phase(p, w) for p in plan.PHASES for w in plan.PLACES} for made in plans)
 
 
 def with_mistake(folder: str, mistake: str) -> str:
     """The error of a plan with a mistake built into the step."""
-    step, allocate = train.train_step, train.allocate
-
-    def wrong_device(training, batches, tokens):
-        batches[0]["labels"] = batches[0]["labels"].cpu()
-        return step(training, batches, tokens)
+    step, allocate, cross_entropy = train.train_step, train.allocate, train.loss.chunked_cross_entropy
 
     def value_read(training, batches, tokens):
         total, norm = step(training, batches, tokens)
         return total.item(), norm
 
-    def buffer_left(module, home, device):
-        allocate(module, home, device)
-        for owner in module.modules():
-            for name, buffer in owner._buffers.items():
-                owner._buffers[name] = buffer.cpu()
+    def shards_left(module, home, device):
+        allocate(module, torch.device("cpu"), device)
 
-    changes = dict(wrong_device=("train_step", wrong_device), value_read=("train_step", value_read))
-    name, change = (changes | dict(buffer_left=("allocate", buffer_left)))[mistake]
-    with plan_trace.substituted((train, name, change)):
+    def wrong_device(hidden, weight, bias, labels, *args):
+        return cross_entropy(hidden, weight, bias, labels.cpu(), *args)
+
+    changes = dict(
+        value_read=(train, "train_step", value_read),
+        shards_left=(train, "allocate", shards_left),
+        wrong_device=(train.loss, "chunked_cross_entropy", wrong_device),
+    )
+    with plan_trace.substituted(changes[mistake]):
         try:
             planned(folder, {}, 2, "gpu", count=1)
         except Exception as error:
-            return repr(error)
+            return type(error).__name__
     return ""
 
 

@@ -158,9 +158,16 @@ def test_other_switches_run_on_it(planner, models, flags):
     assert planner("planned", models("llama"), flags, 2, "gpu", True, 1)["peaks"]["accelerator"] > 0
 
 
-@pytest.mark.parametrize("mistake", ["wrong_device", "value_read", "buffer_left"])
-def test_mistakes_do_not_pass(planner, models, mistake):
-    assert planner("with_mistake", models("llama"), mistake) != ""
+@pytest.mark.parametrize(
+    "mistake, error",
+    [
+        ("wrong_device", "FakeTensorDeviceMismatchError"),
+        ("value_read", "DataDependentOutputException"),
+        ("shards_left", "FakeTensorDeviceMismatchError"),
+    ],
+)
+def test_mistakes_do_not_pass(planner, models, mistake, error):
+    assert planner("with_mistake", models("llama"), mistake) == error
 
 
 # ------------------------------------------------------------------------------------------------- the allocator
@@ -210,7 +217,7 @@ def test_allocator_sizes_and_retries():
 def test_command(planner, models, tmp_path):
     """The whole command on a tiny model: the report, and the same as JSON."""
     out = tmp_path / "plan.json"
-    code, text = planner("command", ["--plan", "--model_name", models("llama"), "--plan_json", str(out)])
+    code, text = planner("command", ["--plan", "--world_size", "2", "--model_name", models("llama"), "--plan_json", str(out)])
     found = json.loads(out.read_text())
     assert code == 0 and "verdict: fits" in text and max(map(len, text.splitlines())) <= 110
     assert found["verdict"] == "fits" and found["mode"] == "exact" and found["world_size"] == 2
@@ -221,7 +228,7 @@ def test_command(planner, models, tmp_path):
 
 def test_what_does_not_fit_gets_changes(planner, models, tmp_path):
     out = tmp_path / "plan.json"
-    flags = ["--plan", "--model_name", models("llama"), "--plan_json", str(out), "--train_type", "full"]
+    flags = ["--plan", "--world_size", "2", "--model_name", models("llama"), "--plan_json", str(out), "--train_type", "full"]
     small = ["--gpu_memory", "0.8025", "--batch_size", "8", "--context_length", "64"]
     small += ["--use_gradient_checkpointing", "false"]
     code, text = planner("command", flags + small)
