@@ -764,7 +764,7 @@ class Training:
         """Autocast and activation offload, as configured, around forward."""
         stack, kind = contextlib.ExitStack(), self.runtime.device.type
         if dtype := self.config.numbers.autocast:
-            stack.enter_context(torch.autocast(kind, dtype))
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))  # it keeps cast weights
         if self.config.use_activation_cpu_offload:
             stack.enter_context(OffloadActivations())
         return stack

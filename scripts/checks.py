@@ -82,7 +82,7 @@ def state_bytes(config, trained: int, stored: int) -> int:
 
 
 def room(module, blocks, config, runtime) -> None:
-    """Compares what this process keeps through training, from the sizes of its shards, with the memory that is
+    """Compares what this process keeps through training, by the sizes of its shards, with the memory that is
     free. Raises UserError where that and one gathered block alone are more (--force goes on), and warns where
     two blocks, and the blocks' inputs kept for backward, would not fit. `--plan` knows the rest."""
     def stored(parameters, whole=False):
@@ -97,7 +97,7 @@ def room(module, blocks, config, runtime) -> None:
     kept = 0 if config.use_cpu_offload and runtime.device.type != "cpu" else kept
     sizes = f"{kept / 2**30:.1f} GiB kept by each process, {free / 2**30:.1f} GiB free"
     if kept + block > free and not config.force:
-        raise UserError(f"this run cannot fit: {sizes}. `train.py --plan` with the same flags says what to change "
-                        "(--force true starts anyway)")
+        raise UserError(f"this run cannot fit: {sizes}. `train.py --plan` with the same flags says what to "
+                        "change (--force true starts anyway)")
     if kept + 2 * block + inputs > free and runtime.main:
         print(f"warning: memory is tight: {sizes}; `train.py --plan` with the same flags says what to change")

@@ -2,9 +2,9 @@
 reserves from the card for a sequence of allocations, and whether it runs out.
 
 Requests are rounded to 512 B and served from pools, one per stream and size class, by best fit; blocks are
-split, and merged when freed. A pool without a fitting block asks the card for a segment. Where the card has no
-room, all unused segments are given back first: such a retry costs time, and its success depends on details of
-the card, so a plan that needs one is risky.
+split, and merged when freed. A pool without a fitting block asks the card for a segment. Where the card has
+no room, all unused segments are given back first: such a retry costs time, and its success depends on details
+of the card, so a plan that needs one is risky.
 """
 import bisect
 from collections import defaultdict
@@ -35,7 +35,7 @@ class Block:
 
 
 class CachingAllocator:
-    """`limit`: bytes that the card has for it. `reserved`, `peak`: bytes taken from the card, now and at most;
+    """`limit`: bytes the card has for it. `reserved`, `peak`: bytes taken from the card, now and at most;
     `retries`: how often the cache had to be emptied; `failed`: whether even that was not enough."""
 
     def __init__(self, limit: int = 1 << 62):

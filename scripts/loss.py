@@ -9,8 +9,8 @@ LOGITS_PER_CHUNK = 2**23  # elements of logits alive at a time: 32 MiB in fp32, 
 
 
 class KeepHere(torch.autograd.graph.saved_tensors_hooks):
-    """What autograd saves stays where it is: a chunk's logits are used at once, and copying them to the host, as
-    activation offload would, only makes more of them."""
+    """What autograd saves stays where it is: a chunk's logits are used at once, and copying them to the host,
+    as activation offload would, only makes more of them."""
 
     def __init__(self):
         super().__init__(lambda tensor: tensor, lambda tensor: tensor)

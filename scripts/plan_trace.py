@@ -380,8 +380,8 @@ def reports(train) -> list:
         around(Group, "pre_forward", unit), around(Group, "pre_backward", unit),
         around(Group, "post_backward", tag="gradients"),
         around(ShardingPropagator, "_propagate_tensor_meta_non_cached", pause=True),  # whole-model phantoms
-        *(around(kind, name, tag="dequantised weights")
-          for kind in train.QUANTIZERS.values() for name in ("dequantize", "statistics") if hasattr(kind, name)),
+        *(around(kind, name, tag="dequantised weights") for kind in train.QUANTIZERS.values()
+          for name in ("dequantize", "statistics") if hasattr(kind, name)),
         around(train.loss.ChunkedCrossEntropy, "forward", tag="logits"),
         (torch.UntypedStorage, "resize_", resize_), (torch.Tensor, "backward", run_backward),
         (train, "clip_gradients", clip_gradients),
@@ -538,8 +538,8 @@ def steps(trace: Trace, train, training, count: int) -> None:
 
 def run(train, config, folder, world: int, kind: str = NAME, count: int = 2) -> tuple[Trace, dict]:
     """Builds, trains `count` steps and saves as rank 0 of `world`, on the fake accelerator (or, as `kind`
-    "cpu", on a fake CPU). `folder` needs no more than config.json. Returns the trace and the persistent bytes.
-    """
+    "cpu", on a fake CPU). `folder` needs no more than config.json. Returns the trace, and facts of the model
+    with its persistent bytes."""
     register()
     changes = reports(train) + stand_ins(train, config) + device_stand_ins(train, kind, world)
     runtime = train.Runtime(0, 0, world, world, torch.device(kind), peak_memory=lambda: 0)

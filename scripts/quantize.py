@@ -77,14 +77,14 @@ class NF4:
                                                       shape, dtype)
 
     def pieces(self, parts, shape: tuple[int, int], dtype: torch.dtype, dim: int):
-        """(low, high, the weight's rows (dim 0) or columns (1) from low to high), one after the other, each of
-        at most about PIECE_BYTES."""
+        """(low, high, the weight's rows (dim 0) or columns (1) from low to high), one after the other, of
+        about PIECE_BYTES at most."""
         absmax, count = self.statistics(parts), -(-shape[0] * shape[1] * dtype.itemsize // PIECE_BYTES)
         step = -(-shape[dim] // (count * self.block)) * self.block
         for low in range(0, shape[dim], step):
             high = min(low + step, shape[dim])
-            packed, scale = ((t.view(shape[0], -1).narrow(dim, low // k, (high - low) // k).contiguous()
-                              for t, k in ((parts.weight, 2 if dim else 1), (absmax, self.block if dim else 1))))
+            packed, scale = (t.view(shape[0], -1).narrow(dim, low // k, (high - low) // k).contiguous()
+                             for t, k in ((parts.weight, (1, 2)[dim]), (absmax, (1, self.block)[dim])))
             size = (high - low, shape[1]) if dim == 0 else (shape[0], high - low)
             yield low, high, torch.ops.bitsandbytes.dequantize_4bit(
                 packed, scale.flatten(), self.block, "nf4", size, dtype)
