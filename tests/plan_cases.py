@@ -180,3 +180,22 @@ def command(argv: list[str]) -> tuple[int, str]:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = train.main(argv)
     return code, out.getvalue()
+
+
+def room(folder: str, free: int, flags: dict) -> tuple[str, str]:
+    """What a run that finds `free` bytes says, and the error it ends with, on a CPU."""
+    config = configuration(folder, flags)
+    runtime = train.Runtime(0, 0, 1, 1, torch.device("cpu"), lambda: 0, lambda: free)
+    with plan_trace.fake_group("cpu", 1), contextlib.redirect_stdout(io.StringIO()) as out:
+        substitutes = [(train, "accelerator_count", lambda: 0)]
+        try:
+            with plan_trace.substituted(*substitutes):
+                train.build(config, Path(folder), runtime, plan_trace.NoWeights())
+        except train.UserError as error:
+            return out.getvalue(), str(error)
+    return out.getvalue(), ""
+
+
+def block_bytes(folder: str) -> int:
+    model = train.empty_model(Path(folder), torch.float32)
+    return sum(p.numel() * 4 for p in train.blocks_of(model)[0].parameters())

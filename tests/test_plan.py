@@ -269,3 +269,16 @@ def test_flags_that_plan_takes():
     with pytest.raises(train.UserError, match="--plan fast: choose from quick, exact"):
         train.parse(["--plan", "fast"], surroundings=False)
     assert dataclasses.replace(parsed, plan=None).plan is None
+
+
+def test_a_run_looks_at_its_memory(planner, models):
+    """Parameters, gradients and two states of full fp32 training, and a block, by the sizes of real tensors."""
+    folder, flags = models("llama"), dict(train_type="full", precision="fp32")
+    parameters = planner("real", folder, flags, 1, 0)["parameters_bytes"]
+    block = planner("block_bytes", folder)
+    needed = 4 * parameters + block
+    assert planner("room", folder, needed - 1, flags)[1].startswith("this run cannot fit")
+    said, error = planner("room", folder, needed, flags)
+    assert said.startswith("warning: memory is tight") and not error
+    assert planner("room", folder, needed - 1, flags | dict(force=True))[1] == ""
+    assert planner("room", folder, 2 * needed, flags) == ("", "")
