@@ -490,8 +490,10 @@ def label_units(trace: Trace, train, model) -> None:
         units = [(n, m) for n, m in block.named_modules() if hasattr(m, "_get_fsdp_state")]
         for inner, module in units:
             name(module, f"block {place} {inner}".strip())
-    name(model.module.get_output_embeddings(), "head")
-    name(model.module.get_input_embeddings(), "embedding")
+    for module, text in ((model.module.get_output_embeddings(), "head"),
+                         (model.module.get_input_embeddings(), "embedding")):
+        if hasattr(module, "_get_fsdp_state"):  # tied ones are in the root
+            name(module, text)
 
 
 def label_parameters(trace: Trace, model) -> None:

@@ -158,6 +158,14 @@ def test_other_switches_run_on_it(planner, models, flags):
     assert planner("planned", models("llama"), flags, 2, "gpu", True, 1)["peaks"]["accelerator"] > 0
 
 
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "gemma2"])
+def test_other_models_run_on_it(planner, models, name):
+    """Gemma 2 attends by plain products, in windows, and caps its scores."""
+    real = planner("real", models(name), {}, 2)["peak"]
+    found = planner("planned", models(name), {}, 2, "gpu")
+    assert found["together"] == pytest.approx(real, rel=0.05)
+
+
 @pytest.mark.parametrize(
     "mistake, error",
     [
