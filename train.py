@@ -202,6 +202,11 @@ class Config(logs.Flags, profiling.Flags):
     use_activation_cpu_offload: bool = option(False, "keep saved activations in host memory until backward")
     no_sync: bool = option(False, "reduce gradients once per step, not per micro-batch; holds them whole")
     low_memory: bool = option(True, "read only this process's rows; false: every process reads whole tensors")
+    plan: str | None = option(None, "only say what the run would need", ("quick", "exact"), bare="quick")
+    plan_json: str | None = option(None, "write what --plan finds to this file as well")
+    gpu_memory: float = option(24.0, "GiB of an accelerator that --plan plans for", above=0)
+    host_memory: float = option(128.0, "GiB of host memory that --plan plans for", above=0)
+    force: bool = option(False, "start also where the model cannot fit into the memory that is free")
     loading_workers: int = option(-1, "threads per process that read and quantise; -1: one", low=-1)
 
     world_size: int = option(-1, "processes; -1: one per accelerator, on a CPU 2 (1 with one core)", low=-1)
@@ -264,6 +269,7 @@ class Runtime:
     device: torch.device
     peak_memory: Callable[[], int]  # bytes: peak allocated on the accelerator; on a CPU the process's peak
     phase: Callable[[str], None] = lambda moment: None  # called at named moments; see logs.Memory
+    free_memory: Callable[[], int] = lambda: 2**62  # bytes that are free for this process's tensors
 
     @property
     def main(self) -> bool:
@@ -285,15 +291,18 @@ def start_runtime(env=os.environ, timeout_minutes: float = 30) -> Runtime:
     """Device and process group. One process has a group too, so that it runs the same code as many."""
     place = places.variables(env) or places.ALONE
     device, backend, peak = torch.device("cpu"), "gloo", logs.host_peak
+    free = functools.partial(logs.host_free, place["local_world"])
     if torch.accelerator.is_available():
         index = place.local_rank % accelerator_count()  # a task of srun may be shown its own one only
         device = torch.device(torch.accelerator.current_accelerator().type, index)
         torch.accelerator.set_device_index(index)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         peak = torch.accelerator.max_memory_allocated
+        free = lambda: torch.accelerator.get_memory_info()[0]  # noqa: E731
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if place.world == 1 else {}
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes), **alone)
-    return Runtime(place.rank, place.local_rank, place.world, place.local_world, device, peak)
+    return Runtime(place.rank, place.local_rank, place.world, place.local_world, device, peak,
+                   free_memory=free)
 
 
 def stop_runtime() -> None:
@@ -320,18 +329,19 @@ def make_mesh(config: Config, runtime: Runtime):
 
 class _DequantLinear(torch.autograd.Function):
     """y = x W^T. Keeps the module, not the weight: backward dequantises again, after FSDP has gathered the
-    parts again."""
+    parts again. A large weight is dequantised in pieces: rows of it forward, columns backward, so that each
+    output is still one sum."""
 
     @staticmethod
     def forward(ctx, x, module):
         ctx.module, ctx.dtype = module, x.dtype
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return F.linear(x.to(dtype), module.dequantize(dtype))
+        return module.in_pieces(lambda weight: F.linear(x.to(dtype), weight), dtype, 0)
 
     @staticmethod
     def backward(ctx, grad):
-        return (grad @ ctx.module.dequantize(grad.dtype)).to(ctx.dtype), None
+        return ctx.module.in_pieces(lambda weight: grad @ weight, grad.dtype, 1).to(ctx.dtype), None
 
 
 class FrozenQuantLinear(nn.Linear):
@@ -349,6 +359,18 @@ class FrozenQuantLinear(nn.Linear):
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self.quantizer.dequantize(self, (self.out_features, self.in_features), dtype)
+
+    def in_pieces(self, product: Callable, dtype: torch.dtype, dim: int) -> torch.Tensor:
+        """product(weight), made of the products with the weight's rows (dim 0) or columns (1)."""
+        shape, whole = (self.out_features, self.in_features), None
+        for low, high, weight in self.quantizer.pieces(self, shape, dtype, dim):
+            part = product(weight)
+            if high - low == shape[dim]:
+                return part
+            whole = part.new_empty(*part.shape[:-1], shape[dim]) if whole is None else whole
+            whole[..., low:high] = part
+            del part, weight
+        return whole
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = _DequantLinear.apply(x, self)
@@ -470,8 +492,9 @@ def checkpoint_activations(blocks: nn.ModuleList, reentrant: bool) -> None:
 
 
 def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list[str]:
-    """fully_shard in units: embedding, blocks (and their attention and MLP), [final norm, head], root.
-    Returns them."""
+    """fully_shard in units: embedding, blocks (and their attention and MLP), final norm, head, root. Returns
+    their names. The norm stands between the last block and the head so that, when the head is gathered, no
+    block's gather buffer is held any more."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     pin = accelerator_count() > 0
     offload = CPUOffloadPolicy(pin_memory=pin) if config.use_cpu_offload else OffloadPolicy()
@@ -487,15 +510,17 @@ def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # tied ones must share a unit, the root
         rest = [m for m in model.base_model.children() if m not in (embedding, blocks)]
-        units += [embedding, [*(m for m in rest if list(m.parameters())), head]]
+        units += [embedding, *(m for m in rest if list(m.parameters())), head]
     for unit in units:
-        fully_shard(unit, reshard_after_forward=reshard and not isinstance(unit, list), **common)
+        fully_shard(unit, reshard_after_forward=reshard and unit is not head, **common)
     fully_shard(model, reshard_after_forward=False, **common)
+    if embedding in units and not embedding.weight.requires_grad:
+        embedding.set_unshard_in_backward(False)  # it would be gathered ahead, and nothing asks for it
     for module in model.modules():  # the loss is divided by the tokens of all ranks: gradients are summed
         if isinstance(module, torch.distributed.fsdp.FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return [" + ".join(names[m] for m in u) if isinstance(u, list) else names[u] for u in units] + ["root"]
+    return [names[unit] for unit in units] + ["root"]
 
 
 def local_rows(rows: int, mesh) -> tuple[int, int]:
@@ -613,9 +638,12 @@ def init_magnitudes(module: nn.Module, blocks: nn.ModuleList, mesh) -> None:
     block."""
     for block in blocks:
         layers = [m for m in block.modules() if hasattr(m, "lora_magnitude_vector")]
-        block.unshard()
+        units = [m for m in block.modules() if isinstance(m, torch.distributed.fsdp.FSDPModule)]
+        for unit in units:
+            unit.unshard()
         squares = [layer.row_squares() for layer in layers]
-        block.reshard()
+        for unit in units:
+            unit.reshard()
         for layer, square in zip(layers, squares):
             low, high = local_rows(len(square), mesh)
             put(layer.base_squares, square[low:high].view(-1, 1).view(torch.uint8))
@@ -652,8 +680,9 @@ def start_adapters(model: Model, blocks: nn.ModuleList, config: Config) -> None:
         init_magnitudes(model.module, blocks, model.mesh)
 
 
-def build(config: Config, folder: Path, runtime: Runtime) -> Model:
-    """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows."""
+def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
+    """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows. `stored`
+    is where weights come from, the folder's unless given."""
     module, kind = empty_model(folder, config.numbers.frozen, config.attn_implementation), config.type
     runtime.phase("after_model_created")
     blocks, targets = blocks_of(module), []
@@ -676,7 +705,7 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     for whole in saved.values():
         whole.requires_grad_()
     trained.choose(module, config)
-    stored = checkpoint.Checkpoint(folder)
+    stored = stored or checkpoint.Checkpoint(folder)
     matched = stored.match(slots)
     facts |= dict(quantized_parameters=quantized_elements(blocks), targets=targets,
                   modules_to_save=trained.written_names(module, saved), flops=flops.per_token(module, blocks),
@@ -689,6 +718,7 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
         checkpoint_activations(blocks, config.reentrant_checkpointing)
     mesh = make_mesh(config, runtime)
     facts["units"] = shard(module, blocks, config, mesh)
+    checks.room(module, blocks, config, runtime)
     allocate(module, torch.device("cpu") if config.use_cpu_offload else runtime.device, runtime.device)
     runtime.phase("after_model_wrap")
     load(stored, matched, config, runtime, mesh)
@@ -735,7 +765,7 @@ class Training:
         stack, kind = contextlib.ExitStack(), self.runtime.device.type
         self.runtime.phase("before_forward")
         if dtype := self.config.numbers.autocast:
-            stack.enter_context(torch.autocast(kind, dtype))
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))  # it keeps cast weights
         if self.config.use_activation_cpu_offload:
             stack.enter_context(OffloadActivations())
         return stack
@@ -977,6 +1007,10 @@ def work(argv: list[str]) -> int:
 def main(argv: list[str]) -> int:
     try:
         config, problems = read_flags(argv)
+        if config.plan and not problems:
+            from scripts import plan
+            plan.answer(config)
+            return 0
         place = places.place(os.environ, config.world_size, config.master_addr, config.master_port,
                              accelerator_count())
         if place.local_rank is not None:

@@ -9,6 +9,7 @@ from scripts.flags import UserError
 
 PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
 LOG_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # what a logger needs
+STATES = {"sgd": 1, "lion": 1}  # tensors of optimiser state per trained one; for the others 2
 
 
 def combinations(config) -> list[str]:
@@ -36,7 +37,7 @@ def train_type(config) -> list[str]:
     """Problems between the train type and the flags that only some types use, and packages it needs but
     lacks."""
     kind, name, problems = config.type, config.train_type, []
-    if kind.new_blocks and config.llama_pro_path is None:
+    if kind.new_blocks and config.llama_pro_path is None and not config.plan:
         problems.append(f"--train_type {name} needs --llama_pro_path, made by scripts/block_expansion.py")
     if not kind.new_blocks and config.llama_pro_path is not None:
         problems.append(f"--llama_pro_path goes with a llama_pro train type, not with {name}")
@@ -142,3 +143,32 @@ def every_node(config, runtime) -> None:
     dist.all_gather_object(found, [(socket.gethostname(), text) for text in model_folders(config)])
     if lines := {f"{host}: {text}": None for each in found for host, text in each}:
         raise UserError("\n  ".join(lines))
+
+
+def state_bytes(config, trained: int, stored: int) -> int:
+    """Of the optimiser's state for `trained` elements that take `stored` bytes."""
+    if "8bit" in config.optimizer:
+        return STATES.get(config.optimizer.removesuffix("_8bit"), 2) * trained
+    return STATES.get(config.optimizer, 2) * stored
+
+
+def room(module, blocks, config, runtime) -> None:
+    """Compares what this process keeps through training, by the sizes of its shards, with the memory that is
+    free. Raises UserError where that and one gathered block alone are more (--force goes on), and warns where
+    two blocks, and the blocks' inputs kept for backward, would not fit. `--plan` knows the rest."""
+    def stored(parameters, whole=False):
+        tensors = [p if whole else p.to_local() for p in parameters]
+        return sum(t.numel() * t.element_size() for t in tensors)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    kept = stored(module.parameters()) + stored(trained)
+    kept += state_bytes(config, sum(p.to_local().numel() for p in trained), stored(trained))
+    block, free = stored(blocks[0].parameters(), whole=True), runtime.free_memory()
+    hidden = module.config.get_text_config().hidden_size * config.numbers.compute.itemsize
+    inputs = len(blocks) * config.batch_size * config.context_length * hidden
+    kept = 0 if config.use_cpu_offload and runtime.device.type != "cpu" else kept
+    sizes = f"{kept / 2**30:.1f} GiB kept by each process, {free / 2**30:.1f} GiB free"
+    if kept + block > free and not config.force:
+        raise UserError(f"this run cannot fit: {sizes}. `train.py --plan` with the same flags says what to "
+                        "change (--force true starts anyway)")
+    if kept + 2 * block + inputs > free and runtime.main:
+        print(f"warning: memory is tight: {sizes}; `train.py --plan` with the same flags says what to change")

@@ -11,9 +11,10 @@ class UserError(Exception):
     """Something the person can mend: printed as one message, without a traceback."""
 
 
-def option(default, help, choices=None, low=None, above=None):
-    """One flag: default, help, allowed values, smallest value (`low`) or exclusive lower bound (`above`)."""
-    meta = dict(help=help, choices=choices, low=low, above=above)
+def option(default, help, choices=None, low=None, above=None, bare=None):
+    """One flag: default, help, allowed values, smallest value (`low`) or exclusive lower bound (`above`), and
+    its value where none is written (`bare`)."""
+    meta = dict(help=help, choices=choices, low=low, above=above, bare=bare)
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -67,7 +68,8 @@ def make_parser(config: type, groups: dict[str, str], description: str, problems
         shown = str(default).lower() if kind is bool else default
         text = spec.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
         text += "" if default is None else f" (default: {shown})"
-        extra = dict(nargs="?", const=True) if kind is bool else {}
+        bare = True if kind is bool else spec.metadata["bare"]
+        extra = {} if bare is None else dict(nargs="?", const=bare)
         target.add_argument(f"--{spec.name}", default=default, help=text.replace("%", "%%"),
                             metavar="true|false" if kind is bool else kind.__name__.upper(),
                             type=functools.partial(convert, spec, problems), **extra)

@@ -83,6 +83,14 @@ def watch_memory(config, runtime):
     return dataclasses.replace(runtime, phase=Memory(runtime.device)) if config.profile_memory else runtime
 
 
+def host_free(processes: int) -> int:
+    """Bytes of host memory that are free, page cache included, for each of so many processes."""
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    return found[0] // processes if found else 2**62
+
+
 def describe(row: dict) -> str:
     """One row of metrics.jsonl in a line."""
     utilised = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""

@@ -5,7 +5,15 @@ from typing import Callable
 import torch
 import torch.nn.functional as F
 
-LOGITS_PER_CHUNK = 2**25  # elements of logits alive at a time: 128 MB in fp32
+LOGITS_PER_CHUNK = 2**23  # elements of logits alive at a time: 32 MiB in fp32, and four of that at the peak
+
+
+class KeepHere(torch.autograd.graph.saved_tensors_hooks):
+    """What autograd saves stays where it is: a chunk's logits are used at once, and copying them to the host,
+    as activation offload would, only makes more of them."""
+
+    def __init__(self):
+        super().__init__(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -24,7 +32,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         size = max(1, LOGITS_PER_CHUNK // weight.shape[0])
         for low in range(0, len(hidden), size):
             part = hidden[low:low + size].detach().requires_grad_(ctx.needs_input_grad[0])
-            with torch.enable_grad(), torch.autocast(kind, enabled=False):
+            with torch.enable_grad(), torch.autocast(kind, enabled=False), KeepHere():
                 logits = transform(F.linear(part.to(dtype), *leaves).float())
                 loss = F.cross_entropy(logits, labels[low:low + size], reduction="sum",
                                        label_smoothing=smoothing)

@@ -11,6 +11,9 @@ import math
 import torch
 
 
+PIECE_BYTES = 2**25  # of a weight dequantised at a time
+
+
 def as_bytes(column: torch.Tensor) -> torch.Tensor:
     """(n, ...) of any dtype -> the same memory as (n, bytes) uint8."""
     return column.contiguous().view(len(column), -1).view(torch.uint8)
@@ -61,12 +64,30 @@ class NF4:
         packed, absmax = self.quantize_rows(weight)
         return dict(weight=packed, **self.quantize_statistics(absmax))
 
+    def statistics(self, parts) -> torch.Tensor:
+        """(blocks,) fp32: absmax, from its second level."""
+        codes, table = parts.absmax.flatten(), dynamic_map(parts.absmax.device)
+        absmax2, offset = (part.view(torch.float32).flatten() for part in (parts.absmax2, parts.offset))
+        return torch.ops.bitsandbytes.dequantize_blockwise(
+            codes, absmax2, table, self.block2, torch.float32).add_(offset)
+
     def dequantize(self, parts, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """`parts`: anything with the parts, whole, as attributes."""
-        ops, codes, table = torch.ops.bitsandbytes, parts.absmax.flatten(), dynamic_map(parts.absmax.device)
-        absmax2, offset = (part.view(torch.float32).flatten() for part in (parts.absmax2, parts.offset))
-        absmax = ops.dequantize_blockwise(codes, absmax2, table, self.block2, torch.float32)
-        return ops.dequantize_4bit(parts.weight, absmax + offset, self.block, "nf4", shape, dtype)
+        return torch.ops.bitsandbytes.dequantize_4bit(parts.weight, self.statistics(parts), self.block, "nf4",
+                                                      shape, dtype)
+
+    def pieces(self, parts, shape: tuple[int, int], dtype: torch.dtype, dim: int):
+        """(low, high, the weight's rows (dim 0) or columns (1) from low to high), one after the other, of
+        about PIECE_BYTES at most."""
+        absmax, count = self.statistics(parts), -(-shape[0] * shape[1] * dtype.itemsize // PIECE_BYTES)
+        step = -(-shape[dim] // (count * self.block)) * self.block
+        for low in range(0, shape[dim], step):
+            high = min(low + step, shape[dim])
+            packed, scale = (t.view(shape[0], -1).narrow(dim, low // k, (high - low) // k).contiguous()
+                             for t, k in ((parts.weight, (1, 2)[dim]), (absmax, (1, self.block)[dim])))
+            size = (high - low, shape[1]) if dim == 0 else (shape[0], high - low)
+            yield low, high, torch.ops.bitsandbytes.dequantize_4bit(
+                packed, scale.flatten(), self.block, "nf4", size, dtype)
 
 
 class HQQ:
@@ -110,6 +131,10 @@ class HQQ:
         if aten := compiled_kernel(packed.device, self.n_bits, self.group, self.dtype):
             return aten(packed, scale, zero, shape).to(dtype)
         return self.unpacked(packed, scale, zero, shape).to(dtype)
+
+    def pieces(self, parts, shape: tuple[int, int], dtype: torch.dtype, dim: int):
+        """As NF4's, in one piece: groups are packed with distant ones."""
+        yield 0, shape[dim], self.dequantize(parts, shape, dtype)
 
     def unpacked(self, packed, scale, zero, shape: tuple[int, int]) -> torch.Tensor:
         from hqq.core.quantize import Quantizer

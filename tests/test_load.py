@@ -146,7 +146,8 @@ def test_units(pool, models):
         "model.layers.1.mlp",
         "model.layers.1",
         "model.embed_tokens",
-        "model.norm + lm_head",
+        "model.norm",
+        "lm_head",
         "root",
     ]
 

@@ -148,3 +148,24 @@ def test_a_row_of_zeros_stays_finite():
     y.sum().backward()
     assert y.isfinite().all() and not y[:, 1].any()
     assert all(p.grad.isfinite().all() for p in layer.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("shape", [(96, 128), (70, 320)])
+def test_a_weight_in_pieces_is_the_whole_weight(monkeypatch, shape):
+    """Rows and columns, of any number; and a layer that works in pieces gives what the whole weight gives."""
+    torch.manual_seed(0)
+    linear = quantized(torch.randn(shape), quantize.NF4())
+    whole = linear.dequantize(torch.float32)
+    x, grad = torch.randn(2, 5, shape[1], requires_grad=True), torch.randn(2, 5, shape[0])
+    wanted = torch.autograd.grad((x @ whole.T * grad).sum(), x)[0]
+    counts = set()
+    for size in (2**25, 4 * whole.numel() // 2, 1):
+        monkeypatch.setattr(quantize, "PIECE_BYTES", size)
+        for dim in (0, 1):
+            pieces = list(linear.quantizer.pieces(linear, shape, torch.float32, dim))
+            assert torch.equal(torch.cat([piece for *_, piece in pieces], dim), whole)
+            counts.add(len(pieces))
+        y = linear(x)
+        torch.testing.assert_close(y, x @ whole.T)
+        torch.testing.assert_close(torch.autograd.grad((y * grad).sum(), x)[0], wanted)
+    assert {1, 2} <= counts

@@ -13,6 +13,7 @@ SIZES = dict(
 )
 MODELS = {
     "llama": ("llama", {}),
+    "llama-one": ("llama", dict(num_hidden_layers=1)),
     "llama-tied": ("llama", dict(tie_word_embeddings=True)),
     "llama-odd": (
         "llama",
