@@ -185,7 +185,7 @@ def command(argv: list[str]) -> tuple[int, str]:
 def room(folder: str, free: int, flags: dict) -> tuple[str, str]:
     """What a run that finds `free` bytes says, and the error it ends with, on a CPU."""
     config = configuration(folder, flags)
-    runtime = train.Runtime(0, 0, 1, 1, torch.device("cpu"), lambda: 0, lambda: free)
+    runtime = train.Runtime(0, 0, 1, 1, torch.device("cpu"), lambda: 0, free_memory=lambda: free)
     with plan_trace.fake_group("cpu", 1), contextlib.redirect_stdout(io.StringIO()) as out:
         substitutes = [(train, "accelerator_count", lambda: 0)]
         try:
