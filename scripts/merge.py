@@ -34,7 +34,7 @@ UNSUPPORTED = ("rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias",
                "layer_replication", "target_parameters", "trainable_token_indices", "use_qalora",
                "alora_invocation_tokens", "use_bdlora", "velora_config", "arrow_config", "kasa_config",
                "monteclora_config")
-ENDS = ("lm_head", "embed_out", "embed_tokens", "wte", "embed_in")  # heads and embeddings, which may be tied
+ENDS = ("lm_head", "embed_out", "embed_tokens", "wte", "embed_in", "word_embeddings")  # heads and embeddings, which may be tied
 PLAIN_STARTS = ("gaussian", "orthogonal", "eva")  # other named starts (PiSSA and such) change the base
 NEVER_QUANTIZED = re.compile(r"norm|^ln_|^gate$|^router$|^shared_expert_gate$|^wg$")  # norms, MoE routers
 
@@ -409,7 +409,9 @@ def merge(adapter: str, output_dir: str, base: str = "", merge_base: str = "orig
         copy_companions(found.folder, stage)
         write_json(stage / "merge.json", facts)
         named = dict(dtype=DTYPES[dtype]) if DTYPES[dtype] else {}
-        write_json(stage / "config.json", with_values(found.config, change.config | named))
+        rope = (run or {}).get("model", {}).get("rope") or {}  # what --rope_scaling changed
+        rope |= dict(rope_scaling=None) if rope and "rope_scaling" in found.config else {}
+        write_json(stage / "config.json", with_values(found.config, change.config | named | rope))
     return facts
 
 
