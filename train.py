@@ -650,9 +650,9 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     module, kind = empty_model(folder, config.numbers.frozen, config.attn_implementation, config.rope_scaling,
                                config.trust_remote_code), config.type
     models.choose_attention(module, config.attn_implementation, config.numbers.compute, accelerator_count())
-    models.check_logits(module, loss.logit_transform(module.config))
     runtime.phase("after_model_created")
     blocks, targets = blocks_of(module), []
+    models.check_logits(module, loss.logit_transform(module.config))
     new = checkpoint.new_blocks(folder) if kind.new_blocks else []
     facts = dict(architecture=module.config.model_type, blocks=len(blocks), new_blocks=new,
                  parameters=sum(p.numel() for p in module.parameters()), quantizer=None, bits=None)

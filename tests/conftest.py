@@ -14,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 CACHE = tempfile.TemporaryDirectory(prefix="qshard-tests-")  # tokens made by the tests are not the user's
 os.environ["XDG_CACHE_HOME"] = CACHE.name
+os.environ["HF_MODULES_CACHE"] = str(Path(CACHE.name) / "modules")  # code that comes with models
 
 
 @pytest.fixture(scope="session")
