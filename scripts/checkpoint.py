@@ -200,8 +200,8 @@ def renaming(folder: Path) -> tuple[str, str] | None:
 
 
 class Checkpoint:
-    """The tensors of a folder of safetensors, by the model's names. Reads no more than the rows that are asked
-    for."""
+    """The tensors of a folder of safetensors, by the model's names. Reads no more than the rows that are
+    asked for."""
 
     def __init__(self, folder: Path, stem: str = "model"):
         self.folder, self.bytes_read = folder, 0
@@ -392,10 +392,12 @@ def write_tensors(folder: Path, stem: str, parameters: dict, main: bool) -> None
         write_index(folder, stem, files)
 
 
-def write_model(folder: Path, files: dict[str, dict[str, Entry]]) -> None:
+def write_model(folder: Path, files: dict[str, dict[str, Entry]], stored_as: dict[str, str] = {}) -> None:
     """The weights of a model folder, under a progress bar on a terminal; a single file takes the usual name.
-    Not collective."""
+    `stored_as`: names in files that differ from the model's. Not collective."""
     from tqdm import tqdm
+    files = {file: {stored_as.get(name, name): entry for name, entry in entries.items()}
+             for file, entries in files.items()}
     if len(files) == 1:
         files = {"model.safetensors": next(iter(files.values()))}
     with tqdm(total=sum(map(len, files.values())), unit="tensor", desc="writing", leave=False,

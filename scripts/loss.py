@@ -46,7 +46,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def logit_transform(config) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What some models do to logits: Gemma's soft cap, Cohere's and Granite's scales, or what their row says."""
+    """What some models do to logits: what their row says, or Gemma's soft cap, Cohere's, Granite's scales."""
     if make := models.row(config).logits:
         return make(config)
     cap = getattr(config, "final_logit_softcapping", None)

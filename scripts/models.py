@@ -1,5 +1,5 @@
-"""What a model's structure says, and what it is asked to be: the decoder blocks, which linears can be replaced,
-what happens to logits, which attention fits, RoPE for longer texts, code of its own.
+"""What a model's structure says, and what it is asked to be: the decoder blocks, which linears can be
+replaced, what happens to logits, which attention fits, RoPE for longer texts, code of its own.
 
 Nothing here goes by the names of models but the table MODELS, for what the structure does not say. To add a
 model that is refused, add the row that the message asks for.
@@ -21,12 +21,13 @@ from scripts.flags import UserError
 
 @dataclass(frozen=True)
 class Row:
-    blocks: str | None = None         # names of the blocks where no ModuleList holds them: model.stage_*
-    logits: Callable | None = None    # config -> function of the head's output, where loss.py has no name for it
+    blocks: str | None = None  # names of the blocks, where no ModuleList holds them: model.stage_*
+    logits: Callable | None = None  # config -> function of the head's output, where loss.py knows none
 
 
 MODELS: dict[str, Row] = {  # by the model_type of config.json
-    "hyperclovax": Row(logits=lambda config: lambda logits: logits * config.logits_scaling),  # Granite divides
+    # Granite divides by a number of this name.
+    "hyperclovax": Row(logits=lambda config: lambda logits: logits * config.logits_scaling),
     "falcon_h1": Row(logits=lambda config: lambda logits: logits * config.lm_head_multiplier),
 }
 
@@ -38,9 +39,9 @@ def row(config) -> Row:
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """The decoder blocks: what the model's row says, or the list of modules that holds most of the parameters.
-    Raises UserError where that is not the greater part of all but embedding and head."""
-    kind = getattr(model.config, "model_type", type(model).__name__)
+    """The decoder blocks: what the model's row says, or the list of modules that holds most of the
+    parameters. Raises UserError where that is not the greater part of all but embedding and head."""
+    kind = model.config.model_type
     if pattern := row(model.config).blocks:
         wanted = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         if found := [m for name, m in model.named_modules() if wanted.fullmatch(name)]:
@@ -52,9 +53,10 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
     ends = {p for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None
             for p in m.parameters()}
     if best is None or 2 * held[best] < sum(p.numel() for p in model.parameters() if p not in ends):
-        raise UserError(f"{kind} ({type(model).__name__}): no repeated decoder block found in it; add a row to "
-                        f'MODELS in scripts/models.py: "{kind}": Row(blocks="NAME.OF.BLOCKS_*"). Its modules: '
-                        f"{', '.join(name for name, _ in model.base_model.named_children())}")
+        parts = ", ".join(name for name, _ in model.base_model.named_children())
+        raise UserError(f"{kind} ({type(model).__name__}): no repeated decoder block found in it; add a row "
+                        f'to MODELS in scripts/models.py: "{kind}": Row(blocks="NAME.OF.BLOCKS_*"). '
+                        f"Its modules: {parts}")
     return best
 
 
@@ -75,8 +77,8 @@ def is_plain(kind: type) -> bool:
 
 
 def structure(model: nn.Module, blocks: list[nn.Module], quantized: int) -> dict:
-    """For people and run.json, of the blocks: their names and class, their linears, what is not quantised, and
-    which share of their parameters is; `quantized` is the number of those."""
+    """For people and run.json, of the blocks: their names and class, their linears, what is not quantised,
+    and which share of their parameters is; `quantized` is the number of those."""
     names, first = {module: name for name, module in model.named_modules()}, blocks[0]
     linears = [name for name, m in first.named_modules() if isinstance(m, nn.Linear)]
     rest = [name for name, p in first.named_parameters() if p.dtype != torch.uint8] if quantized else []
@@ -100,12 +102,12 @@ class Outputs(SimpleNamespace):
 def check_logits(model: nn.Module, transform: Callable) -> None:
     """Raises UserError unless the model's own forward makes of hidden states what the fused loss does: the
     head's product, and `transform` of it. Tried with stand-ins for decoder and head, on a few numbers."""
-    base, head, kind = model.base_model, model.get_output_embeddings(), getattr(model.config, "model_type", "")
+    base, head, kind = model.base_model, model.get_output_embeddings(), model.config.model_type
     if base is model or head is None:
         raise UserError(f"{kind} ({type(model).__name__}): no decoder and head found in it; its class lacks "
                         f"base_model_prefix or get_output_embeddings")
-    hidden, raw = torch.linspace(-1, 1, 3 * head.in_features).view(1, 3, -1), torch.linspace(-60, 60, 24)
-    seen, raw = [], raw.view(1, 3, 8)
+    hidden = torch.linspace(-1, 1, 3 * head.in_features).view(1, 3, -1)
+    raw, seen = torch.linspace(-60, 60, 24).view(1, 3, 8), []
     base.forward = lambda *args, **kwargs: Outputs(last_hidden_state=hidden)
     head.forward = lambda given: seen.append(given) or raw.clone()
     try:
@@ -118,16 +120,16 @@ def check_logits(model: nn.Module, transform: Callable) -> None:
     finally:
         del base.forward, head.forward
     if not right:
-        raise UserError(f"{kind} ({type(model).__name__}): the loss here would not be the model's: {reason}; add a "
-                        f'row to MODELS in scripts/models.py: "{kind}": Row(logits=...)')
+        raise UserError(f"{kind} ({type(model).__name__}): the loss here would not be the model's: {reason}; "
+                        f'add a row to MODELS in scripts/models.py: "{kind}": Row(logits=...)')
 
 
 # -------------------------------------------------------------------------------------------------- attention
 
 def choose_attention(model: nn.Module, wanted: str, compute: torch.dtype, accelerators: int) -> None:
-    """Sets the attention that `auto` stands for: eager where attention scores are capped, which SDPA leaves out;
-    FlashAttention 2 where the package is there and can be used; else what transformers chose (SDPA, or eager
-    for models that do not have it)."""
+    """Sets the attention that `auto` stands for: eager where attention scores are capped, which SDPA leaves
+    out; FlashAttention 2 where the package is there and can be used; else what transformers chose (SDPA, or
+    eager for models that do not have it)."""
     if wanted != "auto":
         return
     config, usual = model.config, "flash_attention_2"
@@ -162,8 +164,8 @@ def parse_rope(text: str) -> tuple[str, float]:
 
 def scale_rope(config, text: str) -> None:
     """Changes RoPE's parameters in a transformers configuration for texts `factor` times as long as those the
-    model was made for. Where layers differ (Gemma 3), those of full attention are changed, as in transformers.
-    """
+    model was made for. Where layers differ (Gemma 3), those of full attention are changed, as transformers
+    does."""
     kind, factor = parse_rope(text)
     parameters = getattr(config, "rope_parameters", None)
     if not parameters or getattr(config, "alibi", False):
@@ -185,7 +187,7 @@ def scale_rope(config, text: str) -> None:
 
 def rope_of(config) -> dict:
     """What --rope_scaling changes in a config.json."""
-    return dict(rope_parameters=config.rope_parameters, max_position_embeddings=config.max_position_embeddings)
+    return {name: getattr(config, name) for name in ("rope_parameters", "max_position_embeddings")}
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -203,8 +205,8 @@ def problem(error: Exception, folder: Path, attention: str) -> str:
     """Why transformers cannot build a model, and which flag helps."""
     reason = (str(error).strip() or repr(error)).splitlines()[0]
     if "trust_remote_code" in str(error) or "custom code" in reason:
-        return (f"{folder}: this model needs its own code, the .py files in its folder, which would run with all "
-                f"your rights; if you have read them or trust where they come from: --trust_remote_code true")
+        return (f"{folder}: this model needs its own code, the .py files in its folder, which would run with "
+                f"all your rights; if you trust where they come from, pass --trust_remote_code true")
     if attention != "auto" and "attention" in reason.lower():
         return f"--attn_implementation {attention}: {reason.split('. ')[0]}; auto takes one that it has"
     return f"{folder}: transformers cannot build this model: {reason}"
