@@ -606,9 +606,12 @@ def init_magnitudes(module: nn.Module, blocks: nn.ModuleList, mesh) -> None:
     block."""
     for block in blocks:
         layers = [m for m in block.modules() if hasattr(m, "lora_magnitude_vector")]
-        block.unshard()
+        units = [m for m in block.modules() if isinstance(m, torch.distributed.fsdp.FSDPModule)]
+        for unit in units:
+            unit.unshard()
         squares = [layer.row_squares() for layer in layers]
-        block.reshard()
+        for unit in units:
+            unit.reshard()
         for layer, square in zip(layers, squares):
             low, high = local_rows(len(square), mesh)
             put(layer.base_squares, square[low:high].view(-1, 1).view(torch.uint8))
