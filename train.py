@@ -15,6 +15,7 @@ import datetime
 import errno
 import functools
 import gc
+import inspect
 import json
 import logging
 import math
@@ -38,8 +39,9 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
 from scripts import adapters, checkpoint, checks, data, evaluation, flops, launcher, logs, loss  # noqa: E402
-from scripts import neftune, optim, places, profiling, state, trained  # noqa: E402
+from scripts import models, neftune, optim, places, profiling, state, trained  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
+from scripts.models import blocks_of, is_plain  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
 
 
@@ -124,6 +126,8 @@ WRAP_POLICIES = ("decoder", "decoder_attention_mlp")
 @dataclass(frozen=True)
 class Config(logs.Flags, profiling.Flags):
     model_name: str | None = option(None, "Hugging Face folder or hub id; without it SmolLM2-135M-Instruct")
+    trust_remote_code: bool = option(False, "run code that comes with the model, where it needs its own")
+    rope_scaling: str | None = option(None, "RoPE for longer texts: linear:4, yarn:4, llama3:8")
     dataset: str = option("demo", "demo, dummy, alpaca, alpaca_sample, guanaco, sql, orca_math; a file; a "
                                   "folder of `datasets`; a hub id[:split][@revision]; or several: a=1,b=0.5")
     dataset_samples: int | None = option(None, "use only the first N rows", low=1)
@@ -193,7 +197,8 @@ class Config(logs.Flags, profiling.Flags):
     sharding_strategy: str = option("full_shard", "what the processes share", tuple(SHARDINGS))
     hybrid_shard_size: int | None = option(None, "processes that share one copy under hybrid_*; without it "
                                                  "those of a node", low=1)
-    attn_implementation: str = option("auto", "attention; auto: sdpa, or eager where a model caps its scores",
+    attn_implementation: str = option("auto", "attention; auto: flash-attn where it can be used, or sdpa, or "
+                                              "eager where a model caps its scores",
                                       ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2"))
     wrap_policy: str = option("decoder", "FSDP units: blocks, or also their attention and MLP", WRAP_POLICIES)
     use_gradient_checkpointing: bool = option(True, "recompute blocks in backward, keep no activations")
@@ -408,38 +413,30 @@ def use_fused_loss(model: nn.Module, smoothing: float = 0.0) -> None:
 
 # ------------------------------------------------------------------------------------------------------ model
 
-def empty_model(folder: Path, dtype: torch.dtype, attention: str = "auto"):
+def empty_model(folder: Path, dtype: torch.dtype, attention: str = "auto", rope_scaling: str | None = None,
+                trust_remote_code: bool = False):
     """The model with parameters on the meta device and real buffers, so that RoPE's inv_freq is right from
-    the start. SDPA leaves out Gemma 2's cap on attention scores, hence `auto`."""
+    the start."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+    options = dict(trust_remote_code=trust_remote_code)
+    options |= {} if attention == "auto" else dict(attn_implementation=attention)
     try:
-        config = AutoConfig.from_pretrained(folder)
-        if attention == "auto":
-            attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+        config = models.read_config(folder, rope_scaling, trust_remote_code)
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except (ValueError, KeyError, OSError, ImportError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{folder}: transformers cannot build this model: {reason}") from error
+        raise UserError(models.problem(error, folder, attention)) from error
     model.tie_weights()  # meta initialisation made two parameters of tied ones
     model.config.use_cache = False
     return model
-
-
-def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """The decoder blocks: the list of modules that holds most of the parameters."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-    if not lists:
-        raise UserError(f"{type(model).__name__}: no repeated decoder block found in it")
-    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
 
 
 def quantize_linears(blocks: list[nn.Module], quantizer, kept=frozenset()) -> None:
     """Puts a FrozenQuantLinear in place of every linear of the blocks that is not among the `kept` modules.
     Raises UserError, naming them, where weights cannot be quantised."""
     linears = {name: m for block in blocks for name, m in block.named_modules()
-               if type(m) is nn.Linear and m not in kept}
+               if is_plain(type(m)) and m not in kept}
     problems = {name: quantizer.problem(m.out_features, m.in_features) for name, m in linears.items()}
     if refused := {name: why for name, why in problems.items() if why}:
         raise UserError(f"cannot quantise {', '.join(refused)}: {next(iter(refused.values()))}; a plain base "
@@ -447,7 +444,7 @@ def quantize_linears(blocks: list[nn.Module], quantizer, kept=frozenset()) -> No
     for block in blocks:
         for parent in list(block.modules()):
             for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear and child not in kept:
+                if is_plain(type(child)) and child not in kept:
                     setattr(parent, name, FrozenQuantLinear(child, quantizer))
     plain = {f"{name}.{n}": p for name, m in blocks[0].named_modules() if m not in kept
              for n, p in m._parameters.items() if p is not None and p.ndim > 1 and p.dtype != torch.uint8}
@@ -480,7 +477,10 @@ def checkpoint_activations(blocks: nn.ModuleList, reentrant: bool) -> None:
     from torch.utils.checkpoint import checkpoint as recompute
 
     def wrap(forward, trains):
+        first = next(iter(inspect.signature(forward).parameters))
+
         def checkpointed(*args, **kwargs):
+            args = args or (kwargs.pop(first),)
             if not torch.is_grad_enabled() or not (trains or args[0].requires_grad):  # no backward comes here
                 return forward(*args, **kwargs)
             if reentrant:  # it needs an input that requires grad, and what is frozen before it gives none
@@ -509,7 +509,7 @@ def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list
         units.append(block)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # tied ones must share a unit, the root
-        rest = [m for m in model.base_model.children() if m not in (embedding, blocks)]
+        rest = [m for m in model.base_model.children() if m not in (embedding, blocks, *blocks)]
         units += [embedding, *(m for m in rest if list(m.parameters())), head]
     for unit in units:
         fully_shard(unit, reshard_after_forward=reshard and unit is not head, **common)
@@ -683,9 +683,12 @@ def start_adapters(model: Model, blocks: nn.ModuleList, config: Config) -> None:
 def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
     """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows. `stored`
     is where weights come from, the folder's unless given."""
-    module, kind = empty_model(folder, config.numbers.frozen, config.attn_implementation), config.type
+    module, kind = empty_model(folder, config.numbers.frozen, config.attn_implementation, config.rope_scaling,
+                               config.trust_remote_code), config.type
+    models.choose_attention(module, config.attn_implementation, config.numbers.compute, accelerator_count())
     runtime.phase("after_model_created")
     blocks, targets = blocks_of(module), []
+    models.check_logits(module, loss.logit_transform(module.config))
     new = checkpoint.new_blocks(folder) if kind.new_blocks else []
     facts = dict(architecture=module.config.model_type, blocks=len(blocks), new_blocks=new,
                  parameters=sum(p.numel() for p in module.parameters()), quantizer=None, bits=None)
@@ -695,6 +698,10 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
         quantizer = QUANTIZERS[kind.base](config)
         quantize_linears([block for number, block in enumerate(blocks) if number not in new], quantizer, kept)
         facts |= dict(quantizer=quantizer.recipe, bits=quantizer.bits)
+    quantized, old = quantized_elements(blocks), [b for n, b in enumerate(blocks) if n not in new]
+    facts |= dict(quantized_parameters=quantized, structure=models.structure(module, old, quantized),
+                  positions=getattr(module.config, "max_position_embeddings", None),
+                  rope=models.rope_of(module.config) if config.rope_scaling else None)
     slots = checkpoint.find_slots(module)
     module.requires_grad_(kind.adapter is None and not kind.new_blocks)
     for number in new:
@@ -707,8 +714,8 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
     trained.choose(module, config)
     stored = stored or checkpoint.Checkpoint(folder)
     matched = stored.match(slots)
-    facts |= dict(quantized_parameters=quantized_elements(blocks), targets=targets,
-                  modules_to_save=trained.written_names(module, saved), flops=flops.per_token(module, blocks),
+    facts |= dict(targets=targets, flops=flops.per_token(module, blocks),
+                  modules_to_save=trained.written_names(module, saved),
                   trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad))
     map_parameters(module, lambda p: p.to(config.numbers.trained) if p.requires_grad else p)
     use_fused_loss(module, config.label_smoothing)
@@ -842,8 +849,8 @@ def save(model: Model, config: Config, source: Path, tokenizer, runtime: Runtime
         hf = model.module.config
         hf.use_cache, hf.dtype = True, config.numbers.trained
         hf.save_pretrained(folder)
-        if (source / "generation_config.json").is_file():
-            shutil.copy(source / "generation_config.json", folder)
+        for path in (*source.glob("generation_config.json"), *source.glob("*.py")):
+            shutil.copy(path, folder)
 
 
 # ---------------------------------------------------------------------------------------------- training loop

@@ -18,6 +18,9 @@ def find_targets(model: nn.Module, blocks: nn.ModuleList, wanted: str, kept=froz
         if isinstance(module, nn.Linear):
             (full if module in kept else linears)[name.split(".")[-1]] = None
     linears, full = list(linears), [name for name in full if name not in linears]
+    if not linears and not full:
+        raise UserError(f"{model.config.model_type}: its blocks have no linears for an adapter; "
+                        "use --train_type full")
     if full and not linears:
         raise UserError("--modules_to_save leaves no linear of the blocks to the adapter; "
                         "--train_type full trains all of them")

@@ -2,6 +2,10 @@
 arXiv:2401.02415). A copy of a block follows every group of blocks; its output projections are zero, so what
 it adds to the residual stream is zero and the expanded model gives the base's logits, bit for bit.
 
+Where a norm follows the projection (Gemma 2 and 3, OLMo 2), the norm's gain is zero instead. It would divide
+a projection that is barely more than zero by its own size: the first step, however small, would throw the
+block in at full strength.
+
     python scripts/block_expansion.py --model_name DIR_OR_ID --output_dir EXPANDED --expansion_rate 0.1
     python train.py --train_type llama_pro --llama_pro_path EXPANDED ...
 
@@ -113,8 +117,61 @@ def traits(block) -> dict:
             for name, module in block.named_modules()}
 
 
+def norms_after(model, block) -> dict[str, str]:
+    """{norm: the output projection whose output it gets} of a block, found by a forward pass of the model on
+    the meta device; {} where models cannot be run there (some experts, ALiBi)."""
+    import torch
+    names, made, found = {module: name for name, module in block.named_modules()}, {}, {}
+    outputs = {module_of(name) for name in output_tensors(name for name, _ in block.named_parameters())}
+
+    def note(module, args, output):
+        name, result = names[module], output[0] if isinstance(output, tuple) else output
+        inside = next((o for o in outputs if f"{o}.".startswith(f"{name}.")), None)
+        if inside:
+            made[id(result)] = inside, result  # kept alive, or another tensor might get its id
+        elif args and id(args[0]) in made and module._parameters:
+            found[name] = made[id(args[0])][0]
+    hooks = [module.register_forward_hook(note) for module in names if module is not block]
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            model(torch.zeros(1, 4, dtype=torch.long), use_cache=False,
+                  attention_mask=torch.zeros(1, 1, 4, 4))  # a ready mask: making one looks at values
+    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
+        return {}
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def silent_gain(norm, name: str) -> float:
+    """What a norm's gain must be for its output to be zero: 0, or -1 where the model adds one to it. Raises
+    UserError where it is neither."""
+    import torch
+    for gain in (0.0, -1.0):
+        trial = copy.deepcopy(norm).to_empty(device="cpu")
+        with torch.no_grad():
+            for kind, parameter in trial.named_parameters():
+                parameter.fill_(0.0 if kind == "bias" else gain)
+            if not trial(torch.linspace(-1, 1, trial.weight.numel()).expand(1, 1, -1)).any():
+                return gain
+    raise UserError(f"cannot make a block that does nothing: no gain of its {name} makes the output zero")
+
+
+def silencing(model, block, stored) -> dict[str, float]:
+    """{tensor: what to fill it with} for a block that does nothing; `stored`: the tensors of the block in the
+    checkpoint."""
+    after = norms_after(model, block)
+    filled = {name: 0.0 for name in output_tensors(stored) if module_of(name) not in after.values()}
+    for norm in after:
+        module = block.get_submodule(norm)
+        gain = silent_gain(module, norm)
+        filled |= {f"{norm}.{kind}": 0.0 if kind == "bias" else gain for kind in module._parameters}
+    return filled
+
+
 def built_blocks(make_config, layers: int) -> tuple:
-    """(configuration, blocks) that transformers makes of a model with `layers` layers, on the meta device."""
+    """(configuration, model, blocks) that transformers makes with `layers` layers, on the meta device."""
     import torch
     from transformers import AutoModelForCausalLM
     try:
@@ -125,22 +182,23 @@ def built_blocks(make_config, layers: int) -> tuple:
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise UserError(f"transformers cannot build this model with {layers} layers: {reason}") from error
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == layers]
-    return config, max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+    return config, model, max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
 
 
-def checked_config(folder: Path, config: dict, origins: list[int]) -> dict:
-    """The expanded configuration, once transformers builds every block from it as it builds its origin.
-    Raises UserError where a block's kind depends on its number in some other way than by a list."""
+def checked_config(folder: Path, config: dict, origins: list[int]) -> tuple:
+    """(configuration, model, blocks): the expanded configuration, once transformers builds every block from
+    it as it builds its origin, and the base on the meta device. Raises UserError where a block's kind depends
+    on its number in some other way than by a list."""
     from transformers import AutoConfig
-    base, before = built_blocks(lambda: AutoConfig.from_pretrained(folder), layer_count(config)[1])
+    base, model, before = built_blocks(lambda: AutoConfig.from_pretrained(folder), layer_count(config)[1])
     expanded = expand_config(config, base.to_dict(), origins)
-    _, after = built_blocks(lambda: type(base).from_dict(copy.deepcopy(expanded)), len(origins))
+    *_, after = built_blocks(lambda: type(base).from_dict(copy.deepcopy(expanded)), len(origins))
     for position, origin in enumerate(origins):
         if traits(after[position]) != traits(before[origin]):
             raise UserError(f"{config.get('model_type')}: block {position} of the expanded model would not "
                             f"be built like block {origin} of the base, whose weights it gets; some option "
                             "of config.json goes by layer numbers")
-    return expanded
+    return expanded, model, before
 
 
 # ------------------------------------------------------------------------------------------------- expanding
@@ -165,20 +223,21 @@ def find_origins(layers: int, new: list[int]) -> list[int]:
     return origins
 
 
-def zeros(entry: Entry):
+def full(entry: Entry, value: float):
     import torch
-    return torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
+    return torch.full(entry.shape, value, dtype=getattr(torch, entry.dtype))
 
 
-def plan(stored: checkpoint.Checkpoint, layers: int, new: list[int]) -> dict[str, dict[str, Entry]]:
+def plan(stored: checkpoint.Checkpoint, layers: int, new: list[int],
+         silencing: list[dict[str, float]]) -> dict[str, dict[str, Entry]]:
     """{file: {name: entry}} of the expanded checkpoint, split as the base's: a copy lies with its origin."""
     prefix, blocks = find_blocks(stored.file, layers)
-    outputs = [output_tensors(block) for block in blocks]
     files: dict[str, dict[str, Entry]] = {file: {} for file in sorted(set(stored.file.values()))}
 
-    def add(name: str, source: str, zero: bool = False) -> None:
+    def add(name: str, source: str, value: float | None = None) -> None:
         entry = Entry(stored.dtype[source], stored.shape[source], partial(stored.tensor, source))
-        files[stored.file[source]][name] = entry._replace(make=partial(zeros, entry)) if zero else entry
+        entry = entry if value is None else entry._replace(make=partial(full, entry, value))
+        files[stored.file[source]][name] = entry
 
     numbered = {name for block in blocks for name in block.values()}
     for name in stored.file:
@@ -186,7 +245,8 @@ def plan(stored: checkpoint.Checkpoint, layers: int, new: list[int]) -> dict[str
             add(name, name)
     for position, origin in enumerate(find_origins(layers, new)):
         for inner, source in blocks[origin].items():
-            add(f"{prefix}{position}.{inner}", source, position in new and inner in outputs[origin])
+            value = silencing[origin].get(inner) if position in new else None
+            add(f"{prefix}{position}.{inner}", source, value)
     return files
 
 
@@ -197,11 +257,14 @@ def expand(model_name: str, output_dir: str, expansion_rate: float) -> list[int]
     folder, stored, config = checkpoint.open_model(model_name, "--model_name")
     layers = layer_count(config)[1]
     new = new_positions(layers, count_new(layers, expansion_rate))
-    files = plan(stored, layers, new)
-    expanded = checked_config(folder, config, find_origins(layers, new))
+    blocks = find_blocks(stored.file, layers)[1]
+    for block in blocks:
+        output_tensors(block)  # those that are not known are named before anything is built
+    expanded, model, built = checked_config(folder, config, find_origins(layers, new))
+    files = plan(stored, layers, new, [silencing(model, *pair) for pair in zip(built, blocks)])
     base = model_name if checkpoint.is_hub_id(model_name) else str(folder.resolve())
     with checkpoint.staged(output_dir) as stage:
-        checkpoint.write_model(stage, files)
+        checkpoint.write_model(stage, files, stored.stored_as)
         checkpoint.copy_companions(folder, stage)
         said = dict(new_blocks=new, base=base, base_fingerprint=checkpoint.fingerprint(folder),
                     original_layers=layers)

@@ -22,6 +22,10 @@ STORED = {"float64": ("F64", 8), "int64": ("I64", 8), "float32": ("F32", 4), "in
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
               "*.model", "*.tiktoken", "chat_template*", "*.jinja", "additional_chat_templates",
               "generation_config.json", "*processor_config.json", "*.py")
+# Tensors that a class's checkpoints have under another name than the model, as transformers renames them.
+RENAMED = {"GPTNeoXForCausalLM": (r"^embed_out\.", "lm_head.")}
+# What old checkpoints carry that is no weight: RoPE's frequencies, GPT-NeoX's causal masks.
+COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")
 
 
 def is_hub_id(name: str) -> bool:
@@ -90,7 +94,7 @@ def find_folder(name: str | None, say=print) -> Path:
     if not is_hub_id(name):
         return Path(name).expanduser()
     from huggingface_hub import snapshot_download
-    wanted = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
+    wanted = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "*.py"]
     try:
         folder = Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # gated, misspelt, offline: a dozen types, all with a readable first line
@@ -188,8 +192,16 @@ def find_slots(model) -> list[Slot]:
     return list(slots.values())
 
 
+def renaming(folder: Path) -> tuple[str, str] | None:
+    """(pattern, replacement) that gives the tensors of a folder the names that the model has for them."""
+    file = folder / "config.json"
+    classes = read_json(file).get("architectures") if file.is_file() else None
+    return next((RENAMED[name] for name in classes or () if name in RENAMED), None)
+
+
 class Checkpoint:
-    """The tensors of a folder of safetensors, by name. Reads no more than the rows that are asked for."""
+    """The tensors of a folder of safetensors, by the model's names. Reads no more than the rows that are
+    asked for."""
 
     def __init__(self, folder: Path, stem: str = "model"):
         self.folder, self.bytes_read = folder, 0
@@ -199,6 +211,7 @@ class Checkpoint:
         self.unreadable: list[str] = []  # files, for people, one line each
         self.problems: list[str] = []  # these, and tensors that are no plain weights
         self.handles: dict = {}
+        self.renaming, self.stored_as = renaming(folder), {}  # {name: name in the file}
         for file in weight_files(folder, stem):
             try:
                 self._read_header(file)
@@ -214,11 +227,12 @@ class Checkpoint:
 
     def _read_header(self, file: str) -> None:
         handle, names = self._handle(file), {stored: name for name, (stored, _) in STORED.items()}
-        for name in handle.keys():
-            part = handle.get_slice(name)
+        for stored in handle.keys():
+            name = re.sub(*self.renaming, stored) if self.renaming else stored
+            self.stored_as[name], part = stored, handle.get_slice(stored)
             self.file[name], self.shape[name], dtype = file, tuple(part.get_shape()), part.get_dtype()
             self.dtype[name] = names.get(dtype, dtype)
-            if dtype not in ("F64", "F32", "F16", "BF16"):
+            if dtype not in ("F64", "F32", "F16", "BF16") and not COMPUTED.search(name):
                 self.problems.append(f"{name}: stored as {dtype}; only floating-point weights are read")
 
     def rows(self, name: str, low: int, high: int):
@@ -226,13 +240,13 @@ class Checkpoint:
         import torch
         if low >= high:
             return torch.empty(0, *self.shape[name][1:])
-        found = self._handle(self.file[name]).get_slice(name)[low:high]
+        found = self._handle(self.file[name]).get_slice(self.stored_as[name])[low:high]
         self.bytes_read += found.numel() * found.element_size()
         return found
 
     def tensor(self, name: str):
         """A whole tensor, in the checkpoint's dtype."""
-        return self._handle(self.file[name]).get_tensor(name)
+        return self._handle(self.file[name]).get_tensor(self.stored_as[name])
 
     def match(self, slots: list[Slot]) -> dict[str, Slot]:
         """Name -> slot, file by file. Raises UserError naming all that is missing, unexpected, misshapen,
@@ -247,9 +261,8 @@ class Checkpoint:
             else:
                 matched[name] = slot
         known = {name for slot in slots for name in slot.names}
-        # Old checkpoints carry RoPE's frequencies, which are computed from the configuration.
         problems += [f"{name}: not in the model" for name in self.shape
-                     if name not in known and not name.endswith("rotary_emb.inv_freq")]
+                     if name not in known and not COMPUTED.search(name)]
         if problems:
             more = [f"... and {len(problems) - 8} more"] if len(problems) > 8 else []
             raise UserError("\n  ".join([f"{self.folder} does not fit the model:", *problems[:8], *more]))
@@ -379,10 +392,12 @@ def write_tensors(folder: Path, stem: str, parameters: dict, main: bool) -> None
         write_index(folder, stem, files)
 
 
-def write_model(folder: Path, files: dict[str, dict[str, Entry]]) -> None:
+def write_model(folder: Path, files: dict[str, dict[str, Entry]], stored_as: dict[str, str] = {}) -> None:
     """The weights of a model folder, under a progress bar on a terminal; a single file takes the usual name.
-    Not collective."""
+    `stored_as`: names in files that differ from the model's. Not collective."""
     from tqdm import tqdm
+    files = {file: {stored_as.get(name, name): entry for name, entry in entries.items()}
+             for file, entries in files.items()}
     if len(files) == 1:
         files = {"model.safetensors": next(iter(files.values()))}
     with tqdm(total=sum(map(len, files.values())), unit="tensor", desc="writing", leave=False,

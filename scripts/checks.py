@@ -4,7 +4,7 @@ import importlib.util
 import os
 import socket
 
-from scripts import checkpoint, data, optim, profiling, state
+from scripts import checkpoint, data, models, optim, profiling, state
 from scripts.flags import UserError
 
 PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
@@ -25,6 +25,11 @@ def combinations(config) -> list[str]:
         problems.append("--eval_generate needs --eval_dataset or --eval_fraction")
     if config.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         problems.append("--attn_implementation flash_attention_2 needs the package flash-attn")
+    if config.rope_scaling is not None:
+        try:
+            models.parse_rope(config.rope_scaling)
+        except UserError as error:
+            problems.append(str(error))
     if config.master_port > 65535:
         problems.append(f"--master_port {config.master_port}: ports end at 65535")
     package = LOG_PACKAGES.get(config.log_to)

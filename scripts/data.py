@@ -86,7 +86,8 @@ def load_all(config, model_folder: Path) -> Held:
     """Tokenizer and samples of a configuration. Raises DataError for anything wrong with either."""
     from transformers import AutoTokenizer
     try:
-        tokenizer, held_out = AutoTokenizer.from_pretrained(model_folder), None
+        tokenizer, held_out = AutoTokenizer.from_pretrained(
+            model_folder, trust_remote_code=config.trust_remote_code), None
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"{model_folder}: no tokenizer can be loaded: {reason}") from error

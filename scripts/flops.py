@@ -60,8 +60,9 @@ def per_token(model: nn.Module, blocks) -> dict[str, float]:
     though adapters over a frozen embedding do not need it: the first block's gradient at q, k and v.
     """
     config, head = model.config, model.get_output_embeddings()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    pair, token, attention = 4 * config.num_attention_heads * size, 0.0, 0.0
+    heads, width = getattr(config, "num_attention_heads", None) or 1, head.in_features
+    size = getattr(config, "head_dim", None) or width // heads
+    pair, token, attention = 4 * heads * size, 0.0, 0.0
     reached = model.get_input_embeddings().weight.requires_grad
     for block in blocks:
         reached = reached or any(p.requires_grad for p in block.parameters())

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 from scripts.data import DataError, chat_ids, kebab_flags, load, pad_id, prompt_ids, quiet, render
+from scripts.flags import to_bool
 
 EVAL_BATCH = 16
 
@@ -26,9 +27,17 @@ class Source(NamedTuple):
     model: str
     adapter: str | None
     tokenizer: str
+    rope: dict = {}  # of config.json, where the run changed RoPE
+    trust: bool = False  # run the model's own code
 
 
-def locate(folder: str, base: str = "") -> Source:
+def recorded(folder: Path) -> dict:
+    """run.json of a training run; {} where there is none."""
+    file = folder / "run.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def locate(folder: str, base: str = "", trust: bool = False) -> Source:
     """Tell an adapter folder from a model folder; DataError names what is missing and what to pass."""
     path = Path(folder).expanduser()
     if not path.is_dir():
@@ -37,10 +46,11 @@ def locate(folder: str, base: str = "") -> Source:
         if not (path / "config.json").is_file():
             raise DataError(f"{folder} has neither adapter_config.json nor config.json; "
                             "pass the folder in which a run saved its final result")
-        return Source(str(path), None, str(path))
+        return Source(str(path), None, str(path), trust=trust)
     base = base or _recorded_base(path)
     own_tokenizer = (path / "tokenizer_config.json").is_file()
-    return Source(base, str(path), str(path) if own_tokenizer else base)
+    rope = recorded(path).get("model", {}).get("rope") or {}
+    return Source(base, str(path), str(path) if own_tokenizer else base, rope, trust)
 
 
 def _recorded_base(adapter: Path) -> str:
@@ -66,11 +76,13 @@ def read_model(source: Source):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer)
-        model = AutoModelForCausalLM.from_pretrained(source.model, dtype="auto")
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"cannot load {source.model}: {reason}; pass --base FOLDER") from None
+        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=source.trust)
+        model = AutoModelForCausalLM.from_pretrained(source.model, dtype="auto", **source.rope,
+                                                     trust_remote_code=source.trust)
+    except (OSError, ValueError) as error:
+        reason, own = str(error).splitlines()[0], "trust_remote_code" in str(error)
+        help = "to run that code pass --trust_remote_code true" if own else "pass --base FOLDER"
+        raise DataError(f"cannot load {source.model}: {reason}; {help}") from None
     if source.adapter:
         from peft import PeftModel
         model = PeftModel.from_pretrained(model, source.adapter)
@@ -105,8 +117,7 @@ def greedy(model, tokenizer, prompts: list[list[int]], max_new_tokens: int, stre
 
 def trained_on_chats(folder: str) -> bool:
     """Whether run.json says that every format went through the tokenizer's chat template."""
-    file = Path(folder).expanduser() / "run.json"
-    return file.is_file() and json.loads(file.read_text()).get("config", {}).get("chat_template", False)
+    return recorded(Path(folder).expanduser()).get("config", {}).get("chat_template", False)
 
 
 def question_ids(tokenizer, prompt: str, input: str, chat: bool) -> list[int]:
@@ -134,7 +145,8 @@ def evaluate(source: Source, base: str, rows: list[dict], chat: bool, max_new_to
         with model.disable_adapter():
             answers["base"] = answer_all(model, tokenizer, rows, chat, max_new_tokens)
     elif base:
-        answers["base"] = answer_all(*read_model(Source(base, None, base)), rows, chat, max_new_tokens)
+        other = read_model(Source(base, None, base, trust=source.trust))
+        answers["base"] = answer_all(*other, rows, chat, max_new_tokens)
     name = "adapter" if source.adapter else "model"
     answers[name] = answer_all(model, tokenizer, rows, chat, max_new_tokens)
     print("exact match: " + ", ".join(f"{who} {score(texts, rows)}" for who, texts in answers.items()))
@@ -177,6 +189,7 @@ def main(
     max_new_tokens: int = 128,  # longest answer
     base: str = "",  # base model; default: the one that the adapter names
     chat: bool = False,  # put --prompt through the chat template; otherwise as the run did
+    trust_remote_code: to_bool = False,  # run code that comes with the model, where it needs its own
 ):
     "Answer one prompt, or count exact matches on a file, with a fine-tuned model."
     try:
@@ -184,7 +197,7 @@ def main(
             raise DataError("pass either --prompt TEXT or --eval FILE")
         rows, chat = load(eval) if eval else [], chat or trained_on_chats(adapter)
         base = base and _present(base, "--base")
-        source = locate(adapter, base)
+        source = locate(adapter, base, trust_remote_code)
         with quiet():
             if eval:
                 evaluate(source, base, rows, chat, max_new_tokens, show)

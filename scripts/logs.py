@@ -24,7 +24,7 @@ class Flags:
     name: str | None = option(None, "wandb run name")
     group: str | None = option(None, "wandb group")
     entity: str | None = option(None, "wandb entity")
-    verbose: bool = option(False, "print the FSDP units as well")
+    verbose: bool = option(False, "print what was found in the model as well: blocks, linears, FSDP units")
 
 
 def say(label: str, text: str) -> None:
@@ -365,7 +365,22 @@ def introduce(config, facts: dict, folder: Path, held, runtime, total: int) -> N
     say("run", f"{runtime.world} process(es) on {runtime.device.type}, {config.sharding_strategy}, "
                f"{config.precision}; {total} steps of {examples} examples")
     say("output", config.output_dir)
-    for unit in facts["units"] if config.verbose else ():
+    if max(held.lengths) > (facts["positions"] or max(held.lengths)):
+        say("note", f"the model was made for {facts['positions']} positions, the longest row has "
+                    f"{max(held.lengths)}; see --rope_scaling")
+    if config.verbose:
+        found(facts)
+
+
+def found(facts: dict) -> None:
+    """What was discovered of the model's structure."""
+    parts = facts["structure"]
+    share = f", {parts['share']:.2%} of their parameters quantised" if parts["share"] else ""
+    say("blocks", f"{parts['blocks']}: {facts['blocks']} x {parts['kind']}{share}")
+    say("linears", ", ".join(parts["linears"]))
+    if parts["not_quantized"]:
+        say("plain", ", ".join(parts["not_quantized"]))
+    for unit in facts["units"]:
         say("unit", unit)
 
 

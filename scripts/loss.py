@@ -5,6 +5,8 @@ from typing import Callable
 import torch
 import torch.nn.functional as F
 
+from scripts import models
+
 LOGITS_PER_CHUNK = 2**23  # elements of logits alive at a time: 32 MiB in fp32, and four of that at the peak
 
 
@@ -52,7 +54,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def logit_transform(config) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What some models do to logits: Gemma's soft cap, Cohere's and Granite's scales."""
+    """What some models do to logits: what their row says, or Gemma's soft cap, Cohere's, Granite's scales."""
+    if make := models.row(config).logits:
+        return make(config)
     cap = getattr(config, "final_logit_softcapping", None)
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
 

@@ -34,7 +34,8 @@ UNSUPPORTED = ("rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias",
                "layer_replication", "target_parameters", "trainable_token_indices", "use_qalora",
                "alora_invocation_tokens", "use_bdlora", "velora_config", "arrow_config", "kasa_config",
                "monteclora_config")
-ENDS = ("lm_head", "embed_out", "embed_tokens", "wte", "embed_in")  # heads and embeddings, which may be tied
+# Heads and embeddings, which may be tied.
+ENDS = ("lm_head", "embed_out", "embed_tokens", "wte", "embed_in", "word_embeddings")
 PLAIN_STARTS = ("gaussian", "orthogonal", "eva")  # other named starts (PiSSA and such) change the base
 NEVER_QUANTIZED = re.compile(r"norm|^ln_|^gate$|^router$|^shared_expert_gate$|^wg$")  # norms, MoE routers
 
@@ -403,13 +404,15 @@ def merge(adapter: str, output_dir: str, base: str = "", merge_base: str = "orig
                  merge_base=merge_base, quantizer=recipe, dtype=dtype, **change.facts)
     files = plan(found, change, recipe, DTYPES[dtype])
     with staged(output_dir) as stage:
-        write_model(stage, files)
+        write_model(stage, files, found.stored.stored_as)
         if (folder / "tokenizer_config.json").is_file():
             copy_companions(folder, stage)
         copy_companions(found.folder, stage)
         write_json(stage / "merge.json", facts)
         named = dict(dtype=DTYPES[dtype]) if DTYPES[dtype] else {}
-        write_json(stage / "config.json", with_values(found.config, change.config | named))
+        rope = (run or {}).get("model", {}).get("rope") or {}  # what --rope_scaling changed
+        rope |= dict(rope_scaling=None) if rope and "rope_scaling" in found.config else {}
+        write_json(stage / "config.json", with_values(found.config, change.config | named | rope))
     return facts
 
 

@@ -35,7 +35,7 @@ FREE = {"model_name", "llama_pro_path", "dataset", "skip_bad_rows", "eval_datase
         "use_gradient_checkpointing", "reentrant_checkpointing", "use_cpu_offload",
         "use_activation_cpu_offload", "no_sync", "low_memory", "loading_workers", "master_addr",
         "master_port", "timeout_minutes", "error_dir", "plan", "plan_json", "gpu_memory",
-        "host_memory", "force", "skip_nonfinite_steps",
+        "host_memory", "force", "skip_nonfinite_steps", "trust_remote_code",
         *(spec.name for spec in dataclasses.fields(logs.Flags)),
         *(spec.name for spec in dataclasses.fields(profiling.Flags))}
 

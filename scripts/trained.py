@@ -142,7 +142,8 @@ def whole_model(module: nn.Module, source: Path, dtype, main: bool) -> dict:
         return Entry(str(dtype).removeprefix("torch."), stored.shape[name], make)
     for parameter, known in names.items():
         known_there = next((name for name in known if name in stored.shape), None)
-        named[known[0]] = parameter if parameter.requires_grad else entry(known_there)
+        name = stored.stored_as.get(known[0], known[0])
+        named[name] = parameter if parameter.requires_grad else entry(known_there)
     return named
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import tiny
 import train
@@ -442,8 +445,6 @@ def state_kinds(runtime: train.Runtime, folder: str, flags: dict) -> dict[str, s
 
 def gradient_bytes(runtime: train.Runtime, folder: str, flags: dict) -> dict:
     """Bytes of gradient storage alive at once in a step, the most seen, and of all parameters together."""
-    from torch.multiprocessing.reductions import StorageWeakRef
-
     config, seen, most = configuration(folder, **flags), {}, 0
     model = train.build(config, Path(folder), runtime)
 
@@ -468,3 +469,60 @@ def smoothed_evaluation(runtime: train.Runtime, folder: str, flags: dict) -> lis
     training = train.make_training(model, config, runtime, 1)
     held_out, _ = train.evaluation.mean_loss(training, tiny.samples(4), 1)
     return [held_out, steps(training, tiny.samples(4), 1)[0][0]]
+
+
+def with_rows(runtime: train.Runtime, rows: str, case: str, *args) -> dict | str:
+    """Another case, with rows of scripts/models.py's MODELS as README writes them, and the message of its
+    UserError."""
+    known, models = dict(train.models.MODELS), train.models
+    models.MODELS |= eval("{" + rows + "}", {"Row": models.Row})
+    try:
+        return globals()[case](runtime, *args)
+    except train.UserError as error:
+        return str(error)
+    finally:
+        models.MODELS.clear()
+        models.MODELS |= known
+
+
+class Storages(TorchDispatchMode):
+    """Bytes of the storages that operators made and that are alive, the most there were, and the largest one."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most, self.largest = {}, 0, 0
+
+    def now(self) -> int:
+        self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
+        return sum(size for _, size in self.alive.values())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self.largest = max(self.largest, storage.nbytes())
+        self.most = max(self.most, self.now())
+        return result
+
+
+def long_step(runtime: train.Runtime, folder: str, flags: dict, length: int) -> dict:
+    """Bytes made in a forward and backward pass of one text: kept between the two, the most at a time, and the
+    largest tensor."""
+    config = configuration(folder, **flags)
+    model = train.build(config, Path(folder), runtime)
+    training = train.make_training(model, config, runtime, 2)
+    sample = data.Sample([2 + i % 290 for i in range(length)], [-100, *(2 + i % 290 for i in range(1, length))])
+    batch, _ = data.arguments(data.collate([sample], 1), runtime.device)
+    train.train_step(training, [batch], length)  # what stays after the first step is not counted
+    loss_module.LOGITS_PER_CHUNK, kept = 2**15, loss_module.LOGITS_PER_CHUNK
+    try:
+        with Storages() as seen:
+            with training.scope():
+                summed = model.module(**batch)
+            between = seen.now()
+            summed.backward()
+    finally:
+        loss_module.LOGITS_PER_CHUNK = kept
+    return dict(between=between, most=seen.most, largest=seen.largest)

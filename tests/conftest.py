@@ -15,6 +15,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_MODE"] = "offline"
 CACHE = tempfile.TemporaryDirectory(prefix="qshard-tests-")  # tokens made by the tests are not the user's
 os.environ["XDG_CACHE_HOME"] = CACHE.name
+os.environ["HF_MODULES_CACHE"] = str(Path(CACHE.name) / "modules")  # code that comes with models
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,29 @@
 
 import torch
 
+BLOCKS = {"gpt_neox": "gpt_neox.layers", "falcon": "transformer.h"}  # where they are not model.layers
+
+
+def quantize_the_rest(blocks, new_blocks: list[int], plain: tuple) -> None:
+    """bitsandbytes' Linear4bit for the linears that are of a class of their own (Falcon's): transformers leaves
+    them as they are, without a word."""
+    import bitsandbytes as bnb
+
+    for name, linear in list(blocks.named_modules()):
+        kept = plain and name.endswith(plain) or name and int(name.split(".")[0]) in new_blocks
+        if kept or not isinstance(linear, torch.nn.Linear) or isinstance(linear, bnb.nn.Linear4bit):
+            continue
+        bias = linear.bias is not None
+        own = bnb.nn.Linear4bit(
+            linear.in_features, linear.out_features, bias, torch.float32, compress_statistics=True, quant_type="nf4"
+        )
+        own.weight = bnb.nn.Params4bit(
+            linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=own
+        )
+        own.bias = linear.bias
+        parent, _, leaf = name.rpartition(".")
+        setattr(blocks.get_submodule(parent), leaf, own.to("cpu").requires_grad_(False))
+
 
 def plain_base(folder: str, base: str, new_blocks: list[int], plain: tuple = ()):
     """transformers' own model: plain, over bitsandbytes' Linear4bit, or with the weights that hqq's Quantizer
@@ -9,7 +32,9 @@ def plain_base(folder: str, base: str, new_blocks: list[int], plain: tuple = ())
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
     from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-    kept = ["lm_head", *(f"model.layers.{number}" for number in new_blocks), *plain]
+    config = AutoConfig.from_pretrained(folder)
+    blocks = BLOCKS.get(config.model_type, "model.layers")
+    kept = ["lm_head", *(f"{blocks}.{number}" for number in new_blocks), *plain]
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -18,13 +43,14 @@ def plain_base(folder: str, base: str, new_blocks: list[int], plain: tuple = ())
         llm_int8_skip_modules=kept,
     )
     extra = dict(quantization_config=nf4) if base == "nf4" else {}
-    config = AutoConfig.from_pretrained(folder)
     attention = "eager" if config.model_type == "gemma2" else "sdpa"  # SDPA would leave out its cap on scores
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention, **extra
     )
+    if base == "nf4":
+        quantize_the_rest(model.get_submodule(blocks), new_blocks, plain)
     if base == "hqq":
-        for name, linear in model.model.layers.named_modules():
+        for name, linear in model.get_submodule(blocks).named_modules():
             if name.endswith(plain) and plain:
                 continue
             if isinstance(linear, torch.nn.Linear) and int(name.split(".")[0]) not in new_blocks:

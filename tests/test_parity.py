@@ -231,7 +231,10 @@ def test_clipping_is_the_same_in_fp16_and_fp32(alone):
 # ------------------------------------------------------------------------------------- independent references
 
 
-def reference_model(folder: str, train_type: str, start: dict):
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def reference_model(folder: str, train_type: str, start: dict, linears: list[str] = LINEARS):
     """The same model from the libraries alone, with PEFT's adapters, at the same start; and its named
     parameters."""
     from peft import LoraConfig, get_peft_model
@@ -244,7 +247,6 @@ def reference_model(folder: str, train_type: str, start: dict):
             if parameter.is_floating_point():
                 parameter.requires_grad_(name in start)
         return model, dict(model.named_parameters())
-    linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     dora = kind.adapter == "dora"
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, use_dora=dora, target_modules=linears))
     named = {

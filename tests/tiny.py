@@ -23,6 +23,76 @@ MODELS = {
     "qwen2": ("qwen2", {}),  # biases on q, k, v
     "gemma2": ("gemma2", dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=32)),  # soft caps, tied
     "mixtral": ("mixtral", dict(num_local_experts=4)),
+    # sliding windows are shorter than the tests' texts
+    "llama3": (
+        "llama",
+        dict(
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=10000.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            )
+        ),
+    ),
+    "mistral": ("mistral", dict(sliding_window=8)),
+    "qwen3": ("qwen3", dict(head_dim=16, tie_word_embeddings=True)),  # q and k norms
+    "gemma3": (  # tied, q and k norms, two RoPEs
+        "gemma3_text",
+        dict(
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
+    "phi3": ("phi3", dict(sliding_window=8)),  # fused qkv, gate and up
+    "phi4": (  # as Phi-4-mini: rotates three quarters of a head, RoPE with a factor per frequency, tied
+        "phi3",
+        dict(
+            tie_word_embeddings=True,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=10000.0,
+                partial_rotary_factor=0.75,
+                short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                long_factor=[2.0] * 6,
+                original_max_position_embeddings=256,
+            ),
+            original_max_position_embeddings=256,
+        ),
+    ),
+    "olmo2": ("olmo2", {}),  # norms after attention and MLP, none before; q and k norms
+    "smollm3": ("smollm3", dict(no_rope_layers=[1, 0])),  # tied, a block without RoPE
+    "granite": (  # four multipliers
+        "granite",
+        dict(
+            logits_scaling=4.0, embedding_multiplier=6.0, residual_multiplier=0.5, attention_multiplier=0.2
+        ),
+    ),
+    "gpt_neox": ("gpt_neox", {}),  # fused qkv, biases, parallel, head stored as embed_out
+    "falcon": (  # as Falcon-40B: linears of its own class, parallel, grouped keys, biases
+        "falcon",
+        dict(bias=True, new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=128),
+    ),
+    "falcon-7b": ("falcon", dict(ffn_hidden_size=128)),  # one norm for attention and MLP, one key head
+    "falcon-rw": (  # ALiBi, attention before MLP
+        "falcon",
+        dict(ffn_hidden_size=128, alibi=True, parallel_attn=False, bias=True, multi_query=False),
+    ),
+    "starcoder2": ("starcoder2", dict(sliding_window=8)),  # tied, biases, LayerNorm
+    "cohere": ("cohere", dict(logit_scale=0.25, use_qk_norm=True)),  # tied, parallel, norms of two dimensions
+    "cohere2": (
+        "cohere2",
+        dict(
+            logit_scale=0.25,
+            head_dim=16,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
 }
 TEXTS = [
     "Name a fruit that is yellow.",
