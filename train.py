@@ -296,7 +296,7 @@ def start_runtime(env=os.environ, timeout_minutes: float = 30) -> Runtime:
     """Device and process group. One process has a group too, so that it runs the same code as many."""
     place = places.variables(env) or places.ALONE
     device, backend, peak = torch.device("cpu"), "gloo", logs.host_peak
-    free = functools.partial(logs.host_free, place["local_world"])
+    free = functools.partial(logs.host_free, place.local_world)
     if torch.accelerator.is_available():
         index = place.local_rank % accelerator_count()  # a task of srun may be shown its own one only
         device = torch.device(torch.accelerator.current_accelerator().type, index)

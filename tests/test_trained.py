@@ -78,7 +78,7 @@ def test_numbers_are_not_cut():
 def refused(folder: str, *texts: str, **flags) -> None:
     """The reason comes from `build`, before it has opened any weights or asked for a process group."""
     with pytest.raises(UserError) as error:
-        train.build(configuration(**flags), Path(folder), None)
+        train.build(configuration(**flags), Path(folder), train.Runtime(0, 0, 1, 1, torch.device("cpu"), lambda: 0))
     for text in texts:
         assert re.search(text, str(error.value)), str(error.value)
 
