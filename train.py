@@ -478,7 +478,6 @@ def checkpoint_activations(blocks: nn.ModuleList, reentrant: bool) -> None:
 
     def wrap(forward, trains):
         first = next(iter(inspect.signature(forward).parameters))
-
         def checkpointed(*args, **kwargs):
             args = args or (kwargs.pop(first),)
             if not torch.is_grad_enabled() or not (trains or args[0].requires_grad):  # no backward comes here
