@@ -38,7 +38,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
 from scripts import adapters, checkpoint, checks, data, evaluation, flops, launcher, logs, loss  # noqa: E402
-from scripts import neftune, optim, profiling, state, trained  # noqa: E402
+from scripts import neftune, optim, prequantized, profiling, state, trained, vocabulary  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
 
@@ -124,6 +124,7 @@ WRAP_POLICIES = ("decoder", "decoder_attention_mlp")
 @dataclass(frozen=True)
 class Config(logs.Flags, profiling.Flags):
     model_name: str | None = option(None, "Hugging Face folder or hub id; without it SmolLM2-135M-Instruct")
+    add_tokens: str = option("", "file of new tokens: embedding and head get rows for them, and are trained")
     dataset: str = option("demo", "demo, dummy, alpaca, alpaca_sample, guanaco, sql, orca_math; a file; a "
                                   "folder of `datasets`; a hub id[:split][@revision]; or several: a=1,b=0.5")
     dataset_samples: int | None = option(None, "use only the first N rows", low=1)
@@ -379,13 +380,13 @@ def use_fused_loss(model: nn.Module, smoothing: float = 0.0) -> None:
 
 # ------------------------------------------------------------------------------------------------------ model
 
-def empty_model(folder: Path, dtype: torch.dtype, attention: str = "auto"):
+def empty_model(folder: Path, dtype: torch.dtype, attention: str = "auto", add_tokens: str = ""):
     """The model with parameters on the meta device and real buffers, so that RoPE's inv_freq is right from
     the start. SDPA leaves out Gemma 2's cap on attention scores, hence `auto`."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = vocabulary.configuration(folder, add_tokens)
         if attention == "auto":
             attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
         with init_empty_weights(include_buffers=False):
@@ -554,12 +555,13 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
     """Reads, quantises and places this rank's rows, tensor by tensor; little more than the shards is ever
     held.
 
-    Three ways: plain and NF4 weights are read by rows; HQQ weights are quantised whole, by the ranks in turn;
-    with low_memory off every rank reads and quantises everything and keeps its rows: the same bits, more of
+    Four ways: plain and NF4 weights are read by rows; HQQ weights are quantised whole, by the ranks in turn;
+    weights that are quantised already are taken as they are; with low_memory off every rank reads and quantises everything and keeps its rows: the same bits, more of
     all else.
     """
     from tqdm import tqdm
     size, me = mesh["shard"].size(), mesh["shard"].get_local_rank()
+    limits = functools.partial(local_rows, mesh=mesh)
 
     def by_rows(slot) -> bool:
         return config.low_memory and (not slot.quantized or slot.module.quantizer.by_rows)
@@ -568,7 +570,9 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
         turn, name, slot = job
         if config.low_memory and not by_rows(slot) and turn % size != me:
             return None
-        low, high = local_rows(slot.shape[0], mesh) if by_rows(slot) else (0, slot.shape[0])
+        if kept := slot.quantized and stored.part_rows(name, slot.module.quantizer, limits):
+            return kept
+        low, high = limits(slot.shape[0]) if by_rows(slot) else (0, slot.shape[0])
         rows = stored.rows(name, low, high).to(runtime.device)
         if not slot.quantized:
             return rows
@@ -580,6 +584,9 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
         if not slot.quantized:
             low, high = (0, None) if config.low_memory else local_rows(slot.shape[0], mesh)
             put(parameter, value[low:high])
+        elif isinstance(value, checkpoint.PartRows):
+            for name, rows in value.items():
+                put(getattr(module, name), rows)
         elif by_rows(slot):
             put_rows(module, *value, mesh)
         elif config.low_memory:
@@ -647,7 +654,8 @@ def start_adapters(model: Model, blocks: nn.ModuleList, config: Config) -> None:
 
 def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows."""
-    module, kind = empty_model(folder, config.numbers.frozen, config.attn_implementation), config.type
+    module = empty_model(folder, config.numbers.frozen, config.attn_implementation, config.add_tokens)
+    kind, stored = config.type, vocabulary.grown(prequantized.open_weights(folder), module, config)
     runtime.phase("after_model_created")
     blocks, targets = blocks_of(module), []
     new = checkpoint.new_blocks(folder) if kind.new_blocks else []
@@ -656,8 +664,9 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     saved = trained.find_saved(module, config)
     kept = {part for whole in saved.values() for part in whole.modules()}
     if kind.base != "plain":
-        quantizer = QUANTIZERS[kind.base](config)
-        quantize_linears([block for number, block in enumerate(blocks) if number not in new], quantizer, kept)
+        quantizer = stored.quantizer(QUANTIZERS[kind.base], config)
+        old = [block for number, block in enumerate(blocks) if number not in new]
+        quantize_linears(old, quantizer, kept | stored.kept_plain(module))
         facts |= dict(quantizer=quantizer.recipe, bits=quantizer.bits)
     slots = checkpoint.find_slots(module)
     module.requires_grad_(kind.adapter is None and not kind.new_blocks)
@@ -669,9 +678,8 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     for whole in saved.values():
         whole.requires_grad_()
     trained.choose(module, config)
-    stored = checkpoint.Checkpoint(folder)
     matched = stored.match(slots)
-    facts |= dict(quantized_parameters=quantized_elements(blocks), targets=targets,
+    facts |= dict(quantized_parameters=quantized_elements(blocks), targets=targets, notes=stored.notes(),
                   modules_to_save=trained.written_names(module, saved), flops=flops.per_token(module, blocks),
                   trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad))
     map_parameters(module, lambda p: p.to(config.numbers.trained) if p.requires_grad else p)
@@ -913,6 +921,7 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
     if runtime.main:
         open_output(config, training.step)
         logs.introduce(config, training.model.facts, folder, held, runtime, total)
+        vocabulary.warn(training.model.module, folder, held)
         state.introduce(config, path, saved)
     start = time.perf_counter()
     metrics = logs.Metrics(config, runtime, total, content, training.step, saved.get("logger"))
@@ -973,7 +982,7 @@ def main(argv: list[str]) -> int:
         if launcher.variables(os.environ):
             return work(argv)
         config = parse(argv, accelerator_count())
-        if config.weights is None or checkpoint.is_hub_id(config.weights):
+        if not checkpoint.is_ready(config.weights):
             checkpoint.find_folder(config.weights)  # once, before there are several processes
             os.environ["HF_HUB_OFFLINE"] = "1"
         usual = accelerator_count() or min(2, launcher.cores())

@@ -2,7 +2,7 @@
 Each function returns messages for people; all of them are shown together, before any work."""
 import importlib.util
 
-from scripts import checkpoint, data, optim, profiling, state
+from scripts import checkpoint, data, optim, profiling, state, vocabulary
 
 PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
 LOG_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # what a logger needs
@@ -85,7 +85,7 @@ def what_is_trained(config) -> list[str]:
     no_modules = blocks if kind.new_blocks else not kind.adapter and \
         f"{name} has no adapter to save them beside; --trainable says what it trains"
     refused = dict(trainable=no_patterns, freeze=no_patterns, train_embeddings=no_modules,
-                   modules_to_save=no_modules)
+                   modules_to_save=no_modules, add_tokens=blocks if kind.new_blocks else None)
     return [f"--{flag}: {why}" for flag, why in refused.items() if why and getattr(config, flag)]
 
 
@@ -114,5 +114,5 @@ def surroundings(config, accelerators: int) -> list[str]:
             *checkpoint.check_folder(config.llama_pro_path, "--llama_pro_path"),
             *dataset(config.dataset, "--dataset"), *dataset(config.eval_dataset, "--eval_dataset"),
             *checkpoint.check_output(config.output_dir, config.overwrite_output_dir or bool(config.resume)),
-            *state.check(config),
+            *vocabulary.check(config.add_tokens), *state.check(config),
             *devices(config, accelerators)]

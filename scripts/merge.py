@@ -343,7 +343,7 @@ def find_base(name: str, reader: Callable, folder: Path, run: dict | None) -> Ba
         if not name:
             raise UserError(f"{file} does not name the base; pass --base FOLDER_OR_ID")
     try:
-        base = Base(name, *open_model(name, flag))
+        base = Base(name, *open_model(name, flag, plain=False))
     except UserError as error:
         raise UserError(f"{error}; pass --base FOLDER_OR_ID" if flag != "--base" else str(error)) from error
     wanted, found = recorded.get("fingerprint"), fingerprint(base.folder)
