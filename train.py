@@ -556,8 +556,8 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
     held.
 
     Four ways: plain and NF4 weights are read by rows; HQQ weights are quantised whole, by the ranks in turn;
-    weights that are quantised already are taken as they are; with low_memory off every rank reads and quantises everything and keeps its rows: the same bits, more of
-    all else.
+    weights that are quantised already are taken as they are; with low_memory off every rank reads and
+    quantises everything and keeps its rows: the same bits, more of all else.
     """
     from tqdm import tqdm
     size, me = mesh["shard"].size(), mesh["shard"].get_local_rank()

@@ -316,6 +316,10 @@ class Checkpoint:
         """The quantiser of kind `kind` for this model's linears."""
         return kind(config)
 
+    def holds(self, recipe: dict) -> bool:
+        """Whether weights quantised by this recipe are what is stored."""
+        return False
+
     def kept_plain(self, model) -> set:
         """Linears that stay as they are under a quantiser: those that a quantised folder left plain."""
         return set()

@@ -1,5 +1,5 @@
-"""Model folders whose weights are quantised already: read row by row as plain weights, or, bitsandbytes' 4-bit
-ones, taken as they are by the NF4 train types.
+"""Model folders whose weights are quantised already: read row by row as plain weights, or, bitsandbytes'
+4-bit ones, taken as they are by the NF4 train types.
 
 config.json's quantization_config says what a folder holds. Add a format: a subclass of Checkpoint with the
 members of Fp8, one row of READERS.
@@ -62,7 +62,8 @@ class Bnb4(Dequantized):
 
     @property
     def note(self) -> str:
-        return f"{len(self.packed)} {self.title} weights are taken as they are" if self.asked else super().note
+        taken = f"{len(self.packed)} {self.title} weights are taken as they are"
+        return taken if self.asked else super().note
 
     def find(self, name: str) -> bool:
         if self.mark not in name:
@@ -122,6 +123,10 @@ class Bnb4(Dequantized):
                             f"{dict(self.recipes)}; --train_type lora dequantises them")
         self.asked = True
         return kind(config, name=name, block=block, double=nested is not None)
+
+    def holds(self, recipe: dict) -> bool:
+        own = [NF4(None, name, block, nested is not None).recipe for name, block, nested in self.recipes]
+        return recipe in own
 
     def usual_tables(self) -> bool:
         """Whether the statistics' codes mean what bitsandbytes' own mean: its kernels have them built in."""
@@ -222,8 +227,8 @@ class Fp8(Dequantized):
 
 
 class Mxfp4(Dequantized):
-    """gpt-oss' experts: FP4 values (E2M1), two a byte, and one exponent for 32 of them; (experts, rows, groups,
-    16 bytes) as stored, (experts, columns, rows) in the model."""
+    """gpt-oss' experts: FP4 values (E2M1), two a byte, and one exponent for 32 of them; (experts, rows,
+    groups, 16 bytes) as stored, (experts, columns, rows) in the model."""
     title = "MXFP4"
 
     def find(self, name: str) -> bool:
@@ -241,10 +246,11 @@ class Mxfp4(Dequantized):
     def dequantize(self, name: str, low: int, high: int):
         import torch
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-        dtype = getattr(torch, self.read_as)
-        return torch.cat([convert_moe_packed_tensors(
-            *(self.stored(f"{name}_{part}", expert, expert + 1) for part in ("blocks", "scales")), dtype=dtype)
-            for expert in range(low, high)])
+        made = []
+        for expert in range(low, high):
+            parts = (self.stored(f"{name}_{part}", expert, expert + 1) for part in ("blocks", "scales"))
+            made.append(convert_moe_packed_tensors(*parts, dtype=getattr(torch, self.read_as)))
+        return torch.cat(made)
 
 
 # --------------------------------------------------------------------------------------------- which is which
