@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import cases
 import tiny
 import train
-from pool import RankError
 from scripts import checkpoint, merge, prequantized
+from scripts.quantize import NF4 as NF4Quantizer
 
 NF4 = dict(train_type="qlora", precision="bf16")
 FORMS = {
@@ -116,15 +115,15 @@ def test_a_trained_adapter_loads_on_transformers_own_load(pool, quantised, tmp_p
     flags = dict(train_type=train_type, precision="fp32")
     ours = pool.run(world, "logits", quantised("llama", "nf4"), flags, ids, 3, output)[0]
     base = AutoModelForCausalLM.from_pretrained(quantised("llama", "nf4"), dtype=torch.float32)
-    theirs = PeftModel.from_pretrained(base, output).eval()
+    theirs = PeftModel.from_pretrained(torch.nn.Module.float(base), output).eval()
     assert type(theirs.base_model.model.model.layers[0].mlp.up_proj.base_layer).__name__ == "Linear4bit"
     for module in theirs.modules():  # computes in fp32, as this run did
         if hasattr(module, "compute_dtype"):
             module.compute_dtype = module.weight.quant_state.dtype = torch.float32
-    with torch.no_grad():
-        wanted = theirs(torch.tensor(ids)).logits
-        with theirs.disable_adapter():
-            before = theirs(torch.tensor(ids)).logits
+    theirs.enable_input_require_grads()  # without a backward pass to come, bitsandbytes rounds more on CPUs
+    wanted = theirs(torch.tensor(ids)).logits
+    with theirs.disable_adapter():
+        before = theirs(torch.tensor(ids)).logits
     assert (ours - wanted).abs().max() < 2e-4 < 0.02 < (wanted - before).abs().max()
 
 
@@ -203,7 +202,7 @@ def test_fp8_with_smaller_last_blocks_with_scales_of_rows_and_one_for_all(models
     method = "fp8" if "inv" in name else "compressed-tensors"
     said = dict(quant_method=method, format="float-quantized")
     said |= dict(weight_block_size=list(block)) if "inv" in name else {}
-    edited(models("llama"), tmp_path, lambda t: fp8(t, block, name), quantization_config=said)
+    edited(models("llama"), tmp_path, lambda t: fp8(t, block, name), quantization_config=said, dtype="bfloat16")
     files, stored = load_file(tmp_path / "model.safetensors"), prequantized.open_weights(tmp_path)
     key = "model.layers.0.mlp.down_proj.weight"
     packed, scales = files[key].float(), files[f"{key.removesuffix('weight')}{name}"]
@@ -260,20 +259,20 @@ def test_what_is_not_read_is_refused_by_name_before_anything(models, tmp_path, s
     assert str(refused.value).count("\n") == 0
 
 
-def test_damaged_folders_are_named(pool, quantised, tmp_path):
+def test_damaged_folders_are_named(quantised, tmp_path):
     one, other, third = (tmp_path / name for name in "abc")
     [folder.mkdir() for folder in (one, other, third)]
     source, key = quantised("llama", "nf4"), "model.layers.0.mlp.up_proj.weight"
-    cut = edited(source, one, lambda t: {k: v for k, v in t.items() if k != f"{key}.absmax"})
-    with pytest.raises(RankError, match="absmax missing"):
-        pool.run(1, "load_only", cut, NF4)
-    short = edited(source, other, lambda t: t | {key: t[key][:-1]})
-    with pytest.raises(RankError, match="does not hold"):
-        pool.run(1, "load_only", short, NF4)
+    edited(source, one, lambda t: {k: v for k, v in t.items() if k != f"{key}.absmax"})
+    with pytest.raises(train.UserError, match="absmax missing"):
+        prequantized.open_weights(one).match([])
+    edited(source, other, lambda t: t | {key: t[key][:-1]})
+    with pytest.raises(train.UserError, match="does not hold"):
+        prequantized.open_weights(other).match([])
     table = f"{key}.nested_quant_map"
-    strange = edited(source, third, lambda t: t | {table: t[table] * 2})
-    with pytest.raises(RankError, match="not of one kind that bitsandbytes writes"):
-        pool.run(1, "load_only", strange, NF4)
+    edited(source, third, lambda t: t | {table: t[table] * 2})
+    with pytest.raises(train.UserError, match="not of one kind that bitsandbytes writes"):
+        prequantized.open_weights(third).quantizer(NF4Quantizer, None)
 
 
 @pytest.mark.parametrize("merge_base", ["original", "dequantized"])
@@ -376,4 +375,3 @@ def test_broken_gguf_is_one_message(tmp_path, monkeypatch, content, text):
             checkpoint.find_folder(str(file))
         problems = [str(refused.value)]
     assert text in problems[0] and problems[0].count("\n") == 0
-    assert cases
