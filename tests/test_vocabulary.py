@@ -50,7 +50,7 @@ def test_files_of_tokens(tmp_path):
 @pytest.mark.parametrize("model", ["llama", "llama-tied"])
 @pytest.mark.parametrize("train_type", ["full", "custom_lora"])
 def test_new_rows_are_the_mean_and_the_same_at_every_world(pool, models, file, model, train_type):
-    """The start is transformers' own resize without its (1e-9) noise; then worlds 1 to 4 train alike."""
+    """The start is transformers' own resize without its (1e-9) noise; the same bits at worlds 1 to 4."""
     reference = tiny.model(model)
     reference.resize_token_embeddings(303, mean_resizing=False)
     old = tiny.model(model).state_dict()
@@ -60,7 +60,8 @@ def test_new_rows_are_the_mean_and_the_same_at_every_world(pool, models, file, m
         found = next(t for n, t in alone["start"].items() if n.endswith(name))
         assert found.shape == reference.state_dict()[name].shape and found[:300].equal(old[name])
         assert torch.allclose(found[300:], old[name].double().mean(0).float().expand(3, -1), atol=1e-7, rtol=0)
-        assert not next(t for n, t in alone["end"].items() if n.endswith(name))[300:].equal(found[300:])
+        moved = not next(t for n, t in alone["end"].items() if n.endswith(name))[300:].equal(found[300:])
+        assert moved == (name == ENDS[1] or model.endswith("tied"))  # the samples have none of the new ids
     for world in (2, 3, 4) if train_type == "full" else (3,):
         other = pool.run(world, "fit", models(model), flags | dict(batch_size=2), 3)[0]
         for name, tensor in alone["start"].items():
