@@ -39,7 +39,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
 from scripts import adapters, checkpoint, checks, data, evaluation, flops, launcher, logs, loss  # noqa: E402
-from scripts import models, neftune, optim, places, profiling, state, trained  # noqa: E402
+from scripts import models, neftune, optim, places, prequantized, profiling, state, trained  # noqa: E402
+from scripts import vocabulary  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.models import blocks_of, is_plain  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
@@ -128,6 +129,7 @@ class Config(logs.Flags, profiling.Flags):
     model_name: str | None = option(None, "Hugging Face folder or hub id; without it SmolLM2-135M-Instruct")
     trust_remote_code: bool = option(False, "run code that comes with the model, where it needs its own")
     rope_scaling: str | None = option(None, "RoPE for longer texts: linear:4, yarn:4, llama3:8")
+    add_tokens: str = option("", "file of new tokens: embedding and head get rows for them, and are trained")
     dataset: str = option("demo", "demo, dummy, alpaca, alpaca_sample, guanaco, sql, orca_math; a file; a "
                                   "folder of `datasets`; a hub id[:split][@revision]; or several: a=1,b=0.5")
     dataset_samples: int | None = option(None, "use only the first N rows", low=1)
@@ -414,7 +416,7 @@ def use_fused_loss(model: nn.Module, smoothing: float = 0.0) -> None:
 # ------------------------------------------------------------------------------------------------------ model
 
 def empty_model(folder: Path, dtype: torch.dtype, attention: str = "auto", rope_scaling: str | None = None,
-                trust_remote_code: bool = False):
+                trust_remote_code: bool = False, add_tokens: str = ""):
     """The model with parameters on the meta device and real buffers, so that RoPE's inv_freq is right from
     the start."""
     from accelerate import init_empty_weights
@@ -423,6 +425,7 @@ def empty_model(folder: Path, dtype: torch.dtype, attention: str = "auto", rope_
     options |= {} if attention == "auto" else dict(attn_implementation=attention)
     try:
         config = models.read_config(folder, rope_scaling, trust_remote_code)
+        vocabulary.make_room(config, folder, add_tokens)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except (ValueError, KeyError, OSError, ImportError) as error:
@@ -585,12 +588,13 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
     """Reads, quantises and places this rank's rows, tensor by tensor; little more than the shards is ever
     held.
 
-    Three ways: plain and NF4 weights are read by rows; HQQ weights are quantised whole, by the ranks in turn;
-    with low_memory off every rank reads and quantises everything and keeps its rows: the same bits, more of
-    all else.
+    Four ways: plain and NF4 weights are read by rows; HQQ weights are quantised whole, by the ranks in turn;
+    weights that are quantised already are taken as they are; with low_memory off every rank reads and
+    quantises everything and keeps its rows: the same bits, more of all else.
     """
     from tqdm import tqdm
     size, me = mesh["shard"].size(), mesh["shard"].get_local_rank()
+    limits = functools.partial(local_rows, mesh=mesh)
 
     def by_rows(slot) -> bool:
         return config.low_memory and (not slot.quantized or slot.module.quantizer.by_rows)
@@ -599,7 +603,9 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
         turn, name, slot = job
         if config.low_memory and not by_rows(slot) and turn % size != me:
             return None
-        low, high = local_rows(slot.shape[0], mesh) if by_rows(slot) else (0, slot.shape[0])
+        if kept := slot.quantized and stored.part_rows(name, slot.module.quantizer, limits):
+            return kept
+        low, high = limits(slot.shape[0]) if by_rows(slot) else (0, slot.shape[0])
         rows = stored.rows(name, low, high).to(runtime.device)
         if not slot.quantized:
             return rows
@@ -611,6 +617,9 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
         if not slot.quantized:
             low, high = (0, None) if config.low_memory else local_rows(slot.shape[0], mesh)
             put(parameter, value[low:high])
+        elif isinstance(value, checkpoint.PartRows):
+            for name, rows in value.items():
+                put(getattr(module, name), rows)
         elif by_rows(slot):
             put_rows(module, *value, mesh)
         elif config.low_memory:
@@ -683,8 +692,9 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
     """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows. `stored`
     is where weights come from, the folder's unless given."""
     module, kind = empty_model(folder, config.numbers.frozen, config.attn_implementation, config.rope_scaling,
-                               config.trust_remote_code), config.type
+                               config.trust_remote_code, config.add_tokens), config.type
     models.choose_attention(module, config.attn_implementation, config.numbers.compute, accelerator_count())
+    stored = stored or vocabulary.grown(prequantized.open_weights(folder), module, config)
     runtime.phase("after_model_created")
     blocks, targets = blocks_of(module), []
     models.check_logits(module, loss.logit_transform(module.config))
@@ -694,8 +704,9 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
     saved = trained.find_saved(module, config)
     kept = {part for whole in saved.values() for part in whole.modules()}
     if kind.base != "plain":
-        quantizer = QUANTIZERS[kind.base](config)
-        quantize_linears([block for number, block in enumerate(blocks) if number not in new], quantizer, kept)
+        quantizer = stored.quantizer(QUANTIZERS[kind.base], config)
+        old = [block for number, block in enumerate(blocks) if number not in new]
+        quantize_linears(old, quantizer, kept | stored.kept_plain(module))
         facts |= dict(quantizer=quantizer.recipe, bits=quantizer.bits)
     quantized, old = quantized_elements(blocks), [b for n, b in enumerate(blocks) if n not in new]
     facts |= dict(quantized_parameters=quantized, structure=models.structure(module, old, quantized),
@@ -711,9 +722,8 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
     for whole in saved.values():
         whole.requires_grad_()
     trained.choose(module, config)
-    stored = stored or checkpoint.Checkpoint(folder)
     matched = stored.match(slots)
-    facts |= dict(targets=targets, flops=flops.per_token(module, blocks),
+    facts |= dict(targets=targets, flops=flops.per_token(module, blocks), notes=stored.notes(),
                   modules_to_save=trained.written_names(module, saved),
                   trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad))
     map_parameters(module, lambda p: p.to(config.numbers.trained) if p.requires_grad else p)
@@ -956,6 +966,7 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
     if runtime.main:
         open_output(config, training.step)
         logs.introduce(config, training.model.facts, folder, held, runtime, total)
+        vocabulary.warn(training.model.module, folder, held)
         state.introduce(config, path, saved)
     start = time.perf_counter()
     metrics = logs.Metrics(config, runtime, total, content, training.step, saved.get("logger"))
@@ -1024,7 +1035,7 @@ def main(argv: list[str]) -> int:
             return work(argv)
         problems += checks.surroundings(config) if place.node == 0 else []
         problems += checks.devices(config, place.local_world, accelerator_count())
-        if not problems and (config.weights is None or checkpoint.is_hub_id(config.weights)):
+        if not problems and not checkpoint.is_ready(config.weights):
             problems += checks.download(config)  # once a node, before there are several processes
         return launcher.launch(__file__, argv, place, problems, config.error_dir)
     except UserError as error:

@@ -13,8 +13,10 @@ from typing import Callable, Iterator, NamedTuple
 from scripts.flags import UserError
 
 INDEX = "model.safetensors.index.json"
+GGUF = ".gguf"
 SAVED_FILE_BYTES = 2 * 2**30  # a model is written in files of at most this size
 # torch's names of dtypes -> safetensors' names and bytes per element.
+FLOATS = ("float64", "float32", "float16", "bfloat16")
 STORED = {"float64": ("F64", 8), "int64": ("I64", 8), "float32": ("F32", 4), "int32": ("I32", 4),
           "float16": ("F16", 2), "bfloat16": ("BF16", 2), "int16": ("I16", 2), "int8": ("I8", 1),
           "uint8": ("U8", 1), "bool": ("BOOL", 1)}
@@ -29,9 +31,16 @@ COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a model name is a hub id rather than a folder: there is no such folder, and it has the form of
-    an id."""
-    return not Path(name).exists() and name.count("/") <= 1 and not name.startswith((".", "/", "~"))
+    """Whether a model name is a hub id rather than a folder or a GGUF file: there is no such path, and it has
+    the form of an id."""
+    path = Path(name)
+    return not path.exists() and name.count("/") <= 1 and not name.startswith((".", "/", "~")) \
+        and path.suffix != GGUF
+
+
+def is_ready(name: str | None) -> bool:
+    """Whether a model name is a folder: nothing has to be downloaded or converted first."""
+    return name is not None and not is_hub_id(name) and Path(name).suffix != GGUF
 
 
 def weight_files(folder: Path, stem: str = "model") -> list[str]:
@@ -47,10 +56,14 @@ def weight_files(folder: Path, stem: str = "model") -> list[str]:
 
 
 def check_folder(name: str | None, flag: str = "--model_name") -> list[str]:
-    """Problems of a local model folder, from its file names alone. A hub id is looked up later."""
+    """Problems of a local model folder or GGUF file, from file names and config.json. A hub id is looked up
+    later."""
+    from scripts import from_gguf, prequantized
     if name is None or is_hub_id(name):
         return []
     folder = Path(name).expanduser()
+    if folder.suffix == GGUF and not folder.is_dir():
+        return from_gguf.check(folder, flag)
     if not folder.is_dir():
         return [f"{flag} {name}: no such folder"]
     if not (folder / "config.json").is_file():
@@ -58,12 +71,16 @@ def check_folder(name: str | None, flag: str = "--model_name") -> list[str]:
     if not (folder / INDEX).is_file() and not (folder / "model.safetensors").is_file():
         if any(folder.glob("*.bin")):
             return [f"{flag} {name}: only .bin weights, and pickles are not read; use safetensors"]
+        if files := sorted(folder.glob(f"*{GGUF}")):
+            return [f"{flag} {name}: no safetensors, but GGUF; give the file: {flag} {files[0]}"]
         return [f"{flag} {name}: neither model.safetensors nor {INDEX} in it"]
     try:
         missing = [file for file in weight_files(folder) if not (folder / file).is_file()]
+        refused = prequantized.problem(read_json(folder / "config.json"))
     except UserError as error:
         return [f"{flag} {error}"]
-    return [f"{flag} {name}: {file} is missing, though {INDEX} names it" for file in missing]
+    return [f"{flag} {name}: {file} is missing, though {INDEX} names it" for file in missing] + \
+        ([f"{flag} {name}: {refused}"] if refused else [])
 
 
 def check_output(name: str, overwrite: bool) -> list[str]:
@@ -83,16 +100,20 @@ def check_output(name: str, overwrite: bool) -> list[str]:
 
 
 def find_folder(name: str | None, say=print) -> Path:
-    """The model's folder: the given one, one in the hub cache (downloaded if need be), or the embedded
-    default."""
+    """The model's folder: the given one, one in the hub cache (downloaded if need be), one made of a GGUF
+    file, or the embedded default."""
     if name is None:
         from scripts import demo
         try:
             return demo.model_folder(progress=say)
         except RuntimeError as error:
             raise UserError(str(error)) from error
+    path = Path(name).expanduser()
+    if path.suffix == GGUF and path.is_file():
+        from scripts import from_gguf
+        return from_gguf.folder_of(path, say)
     if not is_hub_id(name):
-        return Path(name).expanduser()
+        return path
     from huggingface_hub import snapshot_download
     wanted = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "*.py"]
     try:
@@ -123,19 +144,21 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def open_model(name: str, flag: str) -> tuple[Path, "Checkpoint", dict]:
+def open_model(name: str, flag: str, plain: bool = True) -> tuple[Path, "Checkpoint", dict]:
     """Folder, tensors and config.json of a model that `flag` names. Raises UserError where files are missing
-    or unreadable, and for weights that are quantised already."""
+    or unreadable, and where `plain` for weights that are quantised already; otherwise those are dequantised
+    on reading, and config.json is that of the plain model."""
+    from scripts import prequantized
     if problems := check_folder(name, flag):
         raise UserError(problems[0])
     try:
         folder = find_folder(name)
     except UserError as error:
         raise UserError(str(error).replace("--model_name", flag, 1)) from error
-    stored, config = Checkpoint(folder), read_json(folder / "config.json")
+    stored, config = prequantized.open_weights(folder), read_json(folder / "config.json")
     if stored.unreadable:
         raise UserError(f"{flag} {name}: " + "; ".join(stored.unreadable))
-    if config.get("quantization_config"):
+    if config.pop("quantization_config", None) and plain:
         raise UserError(f"{flag} {name}: its weights are quantised already; use the model they came from")
     return folder, stored, config
 
@@ -199,9 +222,18 @@ def renaming(folder: Path) -> tuple[str, str] | None:
     return next((RENAMED[name] for name in classes or () if name in RENAMED), None)
 
 
+class PartRows(dict):
+    """{part of a quantised weight: the rows of it that a rank keeps}."""
+
+
 class Checkpoint:
     """The tensors of a folder of safetensors, by the model's names. Reads no more than the rows that are
-    asked for."""
+    asked for.
+
+    Subclasses (scripts/prequantized.py) give plain weights for what is stored otherwise: they change `shape`
+    and `dtype`, hide what belongs to a weight, and read it in `read`.
+    """
+    note = ""  # for people, where weights are not read as they are
 
     def __init__(self, folder: Path, stem: str = "model"):
         self.folder, self.bytes_read = folder, 0
@@ -209,7 +241,9 @@ class Checkpoint:
         self.shape: dict[str, tuple[int, ...]] = {}
         self.dtype: dict[str, str] = {}  # as torch names them, where it has a name
         self.unreadable: list[str] = []  # files, for people, one line each
-        self.problems: list[str] = []  # these, and tensors that are no plain weights
+        self.hidden: dict[str, str] = {}  # tensors that belong to others -> their files
+        self.rows_before: dict[str, int] = {}  # of tensors that got more rows
+        self.means: dict = {}
         self.handles: dict = {}
         self.renaming, self.stored_as = renaming(folder), {}  # {name: name in the file}
         for file in weight_files(folder, stem):
@@ -217,7 +251,12 @@ class Checkpoint:
                 self._read_header(file)
             except Exception as error:  # safetensors raises a type of its own, missing files OSError
                 self.unreadable.append(f"{file}: cannot be read ({error})")
-        self.problems += self.unreadable
+
+    @property
+    def problems(self) -> list[str]:
+        """Unreadable files, and tensors that are no plain weights."""
+        return self.unreadable + [f"{name}: stored as {dtype}; only floating-point weights are read"
+                                  for name, dtype in self.dtype.items() if dtype not in FLOATS]
 
     def _handle(self, file: str):
         from safetensors import safe_open
@@ -232,21 +271,76 @@ class Checkpoint:
             self.stored_as[name], part = stored, handle.get_slice(stored)
             self.file[name], self.shape[name], dtype = file, tuple(part.get_shape()), part.get_dtype()
             self.dtype[name] = names.get(dtype, dtype)
-            if dtype not in ("F64", "F32", "F16", "BF16") and not COMPUTED.search(name):
-                self.problems.append(f"{name}: stored as {dtype}; only floating-point weights are read")
+
+    def hide(self, name: str) -> bool:
+        """Takes a tensor out of the names, for `stored` alone; whether it is there."""
+        if name not in self.file:
+            return name in self.hidden
+        self.hidden[name] = self.file.pop(name)
+        del self.shape[name], self.dtype[name]
+        return True
+
+    def stored(self, name: str, low: int = 0, high: int | None = None):
+        """Rows of a tensor, or all of it, as they are in the file."""
+        handle, own = self._handle(self.hidden.get(name) or self.file[name]), self.stored_as[name]
+        found = handle.get_tensor(own) if high is None else handle.get_slice(own)[low:high]
+        self.bytes_read += found.numel() * found.element_size()
+        return found
+
+    read = stored
+
+    def grow(self, name: str, rows: int) -> None:
+        """Gives a tensor more rows, each the mean of those it has."""
+        self.rows_before[name] = self.shape[name][0]
+        self.shape[name] = (rows, *self.shape[name][1:])
+
+    def notes(self) -> list[str]:
+        """What people should know of how this is read."""
+        grown = [f"{name}: {before} rows, now {self.shape[name][0]}, new ones start as the mean"
+                 for name, before in self.rows_before.items()]
+        return [self.note] * bool(self.note) + grown
+
+    def mean(self, name: str):
+        """(1, ...) the mean of the rows that are stored, summed in fp64 and by pieces: the same for all."""
+        if name not in self.means:
+            rows, total = self.rows_before[name], 0.0
+            for low in range(0, rows, 4096):
+                piece = self.read(name, low, min(rows, low + 4096))
+                total, dtype = total + piece.double().sum(0, keepdim=True), piece.dtype
+            self.means[name] = (total / rows).to(dtype)
+        return self.means[name]
 
     def rows(self, name: str, low: int, high: int):
         """Rows [low, high) of a tensor, in the checkpoint's dtype."""
         import torch
         if low >= high:
             return torch.empty(0, *self.shape[name][1:])
-        found = self._handle(self.file[name]).get_slice(self.stored_as[name])[low:high]
-        self.bytes_read += found.numel() * found.element_size()
-        return found
+        before = self.rows_before.get(name, high)
+        found = self.read(name, low, min(high, before)) if low < before else None
+        if high <= before:
+            return found
+        new = self.mean(name).repeat(high - max(low, before), *[1] * (len(self.shape[name]) - 1))
+        return new if found is None else torch.cat([found, new])
 
     def tensor(self, name: str):
         """A whole tensor, in the checkpoint's dtype."""
-        return self._handle(self.file[name]).get_tensor(self.stored_as[name])
+        return self.rows(name, 0, self.shape[name][0]) if any(self.shape[name][:1]) else self.stored(name)
+
+    def quantizer(self, kind: type, config):
+        """The quantiser of kind `kind` for this model's linears."""
+        return kind(config)
+
+    def holds(self, recipe: dict) -> bool:
+        """Whether weights quantised by this recipe are what is stored."""
+        return False
+
+    def kept_plain(self, model) -> set:
+        """Linears that stay as they are under a quantiser: those that a quantised folder left plain."""
+        return set()
+
+    def part_rows(self, name: str, quantizer, limits: Callable) -> PartRows | None:
+        """{part: rows [low, high) = limits(its rows)} of a weight that is stored just as `quantizer` would,
+        or None: it is to be quantised."""
 
     def match(self, slots: list[Slot]) -> dict[str, Slot]:
         """Name -> slot, file by file. Raises UserError naming all that is missing, unexpected, misshapen,

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import socket
 
-from scripts import checkpoint, data, models, optim, profiling, state
+from scripts import checkpoint, data, models, optim, profiling, state, vocabulary
 from scripts.flags import UserError
 
 PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
@@ -94,7 +94,7 @@ def what_is_trained(config) -> list[str]:
     no_modules = blocks if kind.new_blocks else not kind.adapter and \
         f"{name} has no adapter to save them beside; --trainable says what it trains"
     refused = dict(trainable=no_patterns, freeze=no_patterns, train_embeddings=no_modules,
-                   modules_to_save=no_modules)
+                   modules_to_save=no_modules, add_tokens=blocks if kind.new_blocks else None)
     return [f"--{flag}: {why}" for flag, why in refused.items() if why and getattr(config, flag)]
 
 
@@ -127,7 +127,7 @@ def surroundings(config) -> list[str]:
     return [*model_folders(config), *dataset(config.dataset, "--dataset"),
             *dataset(config.eval_dataset, "--eval_dataset"),
             *checkpoint.check_output(config.output_dir, config.overwrite_output_dir or bool(config.resume)),
-            *state.check(config)]
+            *vocabulary.check(config.add_tokens), *state.check(config)]
 
 
 def download(config) -> list[str]:

@@ -84,19 +84,17 @@ class Held:
 
 def load_all(config, model_folder: Path) -> Held:
     """Tokenizer and samples of a configuration. Raises DataError for anything wrong with either."""
-    from transformers import AutoTokenizer
-    try:
-        tokenizer, held_out = AutoTokenizer.from_pretrained(
-            model_folder, trust_remote_code=config.trust_remote_code), None
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"{model_folder}: no tokenizer can be loaded: {reason}") from error
+    from scripts import vocabulary
+    tokenizer = vocabulary.tokenizer(model_folder, config.add_tokens, config.trust_remote_code)
+    held_out = None
     samples, counts = prepare(config, tokenizer)
     if config.eval_dataset is not None:
         held_out, _ = prepare(config, tokenizer, config.eval_dataset)
     elif config.eval_fraction:
         samples, held_out = split(samples, config.eval_fraction, config.seed)
         counts = samples.counts()
+    for part in (samples, held_out):
+        vocabulary.check_ids(part, tokenizer, model_folder, config.add_tokens)
     return Held(tokenizer, samples, counts, held_out)
 
 
@@ -362,9 +360,12 @@ def look(config, show: int, png: str) -> None:
     from transformers import AutoTokenizer
 
     from scripts import demo
+    from scripts.checkpoint import find_folder
     with quiet():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(config.model_name or demo.model_folder())
+            name = config.model_name or demo.model_folder()
+            name = find_folder(name) if str(name).endswith(".gguf") else name
+            tokenizer = AutoTokenizer.from_pretrained(name)
             samples, counts = prepare(config, tokenizer)
         except (OSError, RuntimeError) as error:
             raise DataError(str(error).splitlines()[0]) from None

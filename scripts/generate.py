@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+from scripts import vocabulary
 from scripts.data import DataError, chat_ids, kebab_flags, load, pad_id, prompt_ids, quiet, render
 from scripts.flags import to_bool
 
@@ -85,6 +86,9 @@ def read_model(source: Source):
         raise DataError(f"cannot load {source.model}: {reason}; {help}") from None
     if source.adapter:
         from peft import PeftModel
+        rows = vocabulary.size(tokenizer)
+        if rows > model.get_input_embeddings().weight.shape[0]:  # tokens were added; the adapter has rows
+            model.resize_token_embeddings(rows, mean_resizing=False)
         model = PeftModel.from_pretrained(model, source.adapter)
     return model.to(device).eval(), tokenizer
 

@@ -61,6 +61,7 @@ class Change:
     facts: dict
     added: dict[str, str] = field(default_factory=dict)  # new tensor -> the base's that it is a function of
     config: dict = field(default_factory=dict)  # changes of config.json
+    shapes: dict[str, tuple] = field(default_factory=dict)  # of tensors that have more rows than the base's
 
 
 # ------------------------------------------------------------------------------------------------ LoRA, DoRA
@@ -182,6 +183,12 @@ def of_modules(tensor: str, endings) -> bool:
     return any(".".join(parts[:k]).endswith(tuple(endings)) for k in range(1, len(parts)))
 
 
+def longer(shape: tuple, before: tuple, base: Base) -> bool:
+    """Whether a tensor has a row for every token of the base's vocabulary, and further ones: --add_tokens."""
+    rows = (base.config.get("text_config") or base.config).get("vocab_size")
+    return shape[1:] == before[1:] and shape[0] > before[0] == rows
+
+
 def read_saved(adapter: Checkpoint, config: dict, base: Base, ties: list[list[str]]) -> dict[str, str]:
     """{tensor of the model: tensor of the adapter that takes its place}. Raises UserError where they are not
     just those of modules_to_save, or do not fit. PEFT names one of tied modules and stores both."""
@@ -197,7 +204,8 @@ def read_saved(adapter: Checkpoint, config: dict, base: Base, ties: list[list[st
                  if name not in saved and of_modules(name, endings)]
     for name, tensor in saved.items():
         has, wanted = adapter.shape[tensor], base.stored.shape.get(like.get(name, name))
-        problems += [f"{tensor}: has shape {has}, wanted {wanted}"] if has != wanted else []
+        fits = has == wanted or wanted and longer(has, wanted, base)
+        problems += [] if fits else [f"{tensor}: has shape {has}, wanted {wanted}"]
     if problems:
         raise UserError(listed("the adapter does not fit the base:", problems))
     return saved
@@ -209,6 +217,10 @@ def exchange(saved: dict[str, str], adapter: Checkpoint, base: Base, ties: list[
     def new(name: str, weight):
         return adapter.tensor(saved[name]).to(weight.dtype)
     change = Change({name: partial(new, name) for name in saved}, {})
+    grown = {name: adapter.shape[tensor] for name, tensor in saved.items()
+             if adapter.shape[tensor] != base.stored.shape.get(name, adapter.shape[tensor])}
+    if grown:
+        change.shapes, change.config["vocab_size"] = grown, max(shape[0] for shape in grown.values())
     for names in ties:
         stored = next((name for name in names if name in base.stored.shape), None)
         if stored is None or not any(name in saved for name in names):
@@ -218,6 +230,7 @@ def exchange(saved: dict[str, str], adapter: Checkpoint, base: Base, ties: list[
         if all(first.float().equal(other.float()) for other in others):
             one = change.functions[next(name for name in names if name in saved)]
             change.functions |= {name: one for name in names}
+            change.shapes |= {name: tuple(first.shape) for name in names if grown}
         else:
             change.added |= {name: stored for name in names if name not in base.stored.shape}
             change.config["tie_word_embeddings"] = False
@@ -344,7 +357,7 @@ def find_base(name: str, reader: Callable, folder: Path, run: dict | None) -> Ba
         if not name:
             raise UserError(f"{file} does not name the base; pass --base FOLDER_OR_ID")
     try:
-        base = Base(name, *open_model(name, flag))
+        base = Base(name, *open_model(name, flag, plain=False))
     except UserError as error:
         raise UserError(f"{error}; pass --base FOLDER_OR_ID" if flag != "--base" else str(error)) from error
     wanted, found = recorded.get("fingerprint"), fingerprint(base.folder)
@@ -376,15 +389,18 @@ def plan(base: Base, change: Change, recipe: dict | None, dtype: str | None) -> 
         target = dtype if dtype and "float" in stored.dtype[source] else stored.dtype[source]
         make = partial(merged_tensor, base, source, change.functions.get(name),
                        recipe if name in quantized else None, target)
-        files[stored.file[source]][name] = Entry(target, stored.shape[source], make)
+        shape = change.shapes.get(name, stored.shape[source])
+        files[stored.file[source]][name] = Entry(target, shape, make)
     return files
 
 
 def with_values(config: dict, values: dict) -> dict:
-    """config.json with other values, also in its parts (text_config)."""
+    """config.json with other values, also in its parts (text_config); vocab_size only where one stands."""
     if not values:
         return config
-    config = {key: with_values(value, values) if isinstance(value, dict) and "model_type" in value else value
+    given, here = values, "vocab_size" in config
+    values = {key: value for key, value in given.items() if key != "vocab_size" or here}
+    config = {key: with_values(value, given) if isinstance(value, dict) and "model_type" in value else value
               for key, value in config.items() if key != "torch_dtype" or "dtype" not in values}
     return config | values
 
@@ -400,6 +416,7 @@ def merge(adapter: str, output_dir: str, base: str = "", merge_base: str = "orig
     recipe = find_recipe(run, folder) if merge_base == "dequantized" else None
     found = find_base(base, reader, folder, run)
     change = reader(folder, run, found)
+    recipe = None if recipe and found.stored.holds(recipe) else recipe
     facts = dict(adapter=str(folder), base=found.name, base_fingerprint=fingerprint(found.folder),
                  merge_base=merge_base, quantizer=recipe, dtype=dtype, **change.facts)
     files = plan(found, change, recipe, DTYPES[dtype])

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _DummyBackendModule
 
+from scripts.checkpoint import Checkpoint
 from scripts.cuda_allocator import rounded
 
 NAME = "gpu"  # of the fake accelerator
@@ -300,9 +301,11 @@ def hqq_quantize(self, weight) -> dict:
             for name, shape in self.shapes(*weight.shape).items()}
 
 
-class NoWeights:
-    """Stands in for checkpoint.Checkpoint: all that a model wants, in bf16, and nothing on disk."""
-    bytes_read = 0
+class NoWeights(Checkpoint):
+    """All that a model wants, in bf16, and nothing on disk."""
+
+    def __init__(self):
+        self.bytes_read, self.rows_before = 0, {}
 
     def match(self, slots) -> dict:
         self.file, found = {}, {slot.names[0]: slot for slot in slots}

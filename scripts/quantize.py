@@ -27,16 +27,21 @@ def dynamic_map(device: torch.device) -> torch.Tensor:
 
 class NF4:
     """4-bit NormalFloat with double quantisation (QLoRA, arXiv:2305.14314), bit for bit as bitsandbytes'
-    Linear4bit."""
+    Linear4bit. Folders that bitsandbytes wrote may have FP4, other blocks, and statistics in fp32 (not
+    `double`)."""
     by_rows = True  # rows can be quantised by themselves; only the second level needs the statistics of all
-    block, block2, bits = 64, 256, 4 + 8 / 64 + 32 / (64 * 256)
+    block, block2 = 64, 256
 
-    def __init__(self, config=None):
-        self.recipe = dict(name="nf4", block=self.block, double_quantized=True)
+    def __init__(self, config=None, name: str = "nf4", block: int = block, double: bool = True):
+        self.name, self.block, self.double = name, block, double
+        self.bits = 4 + (8 / block + 32 / (block * self.block2) if double else 32 / block)
+        self.recipe = dict(name=name, block=block, double_quantized=double)
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[int, int]]:
         """Whole (unsharded) shapes of the parts."""
         blocks = rows * columns // self.block
+        if not self.double:
+            return dict(weight=(rows, columns // 2), absmax=(rows, columns // self.block * 4))
         return dict(weight=(rows, columns // 2), absmax=(rows, columns // self.block),
                     absmax2=(-(-blocks // self.block2), 4), offset=(1, 4))
 
@@ -48,12 +53,14 @@ class NF4:
         """(r, columns) -> packed (r, columns/2) uint8 and absmax (r, columns/64) fp32, of these rows alone.
         """
         ops, weight = torch.ops.bitsandbytes, weight.contiguous()
-        packed, absmax = ops.quantize_4bit(weight, self.block, "nf4", torch.uint8)
+        packed, absmax = ops.quantize_4bit(weight, self.block, self.name, torch.uint8)
         return packed.view(len(weight), -1), absmax.view(len(weight), -1)
 
     def quantize_statistics(self, absmax: torch.Tensor) -> dict[str, torch.Tensor]:
         """The second level, over the absmax of the whole weight: its mean, and 8-bit blocks of 256 across
         rows."""
+        if not self.double:
+            return dict(absmax=as_bytes(absmax))
         flat, ops, table = absmax.flatten(), torch.ops.bitsandbytes, dynamic_map(absmax.device)
         offset = flat.mean()
         codes, absmax2 = ops.quantize_blockwise(flat - offset, table, self.block2)
@@ -73,8 +80,8 @@ class NF4:
 
     def dequantize(self, parts, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """`parts`: anything with the parts, whole, as attributes."""
-        return torch.ops.bitsandbytes.dequantize_4bit(parts.weight, self.statistics(parts), self.block, "nf4",
-                                                      shape, dtype)
+        return torch.ops.bitsandbytes.dequantize_4bit(parts.weight, self.statistics(parts), self.block,
+                                                      self.name, shape, dtype)
 
     def pieces(self, parts, shape: tuple[int, int], dtype: torch.dtype, dim: int):
         """(low, high, the weight's rows (dim 0) or columns (1) from low to high), one after the other, of
@@ -87,7 +94,7 @@ class NF4:
                              for t, k in ((parts.weight, (1, 2)[dim]), (absmax, (1, self.block)[dim])))
             size = (high - low, shape[1]) if dim == 0 else (shape[0], high - low)
             yield low, high, torch.ops.bitsandbytes.dequantize_4bit(
-                packed, scale.flatten(), self.block, "nf4", size, dtype)
+                packed, scale.flatten(), self.block, self.name, size, dtype)
 
 
 class HQQ:

@@ -9,8 +9,9 @@ from typing import Iterable
 import torch.nn as nn
 
 from scripts import adapters
-from scripts.checkpoint import Checkpoint, Entry
+from scripts.checkpoint import Entry
 from scripts.flags import UserError
+from scripts.prequantized import open_weights
 
 
 def split(text: str) -> list[str]:
@@ -79,6 +80,10 @@ def choose(model: nn.Module, config) -> None:
         parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in known.values()):
         raise UserError(f"--freeze {config.freeze}: nothing is left to train")
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if config.add_tokens and not all(p.requires_grad for end in ends for p in end.parameters()):
+        raise UserError(f"--add_tokens {config.add_tokens}: new tokens must be trained, so --trainable and "
+                        "--freeze must leave embedding and head trained")
 
 
 # --------------------------------------------------------------------------------- modules, beside an adapter
@@ -107,7 +112,8 @@ def find_saved(model: nn.Module, config) -> dict[str, nn.Module]:
     or embedding) is one of them. Raises UserError where a name matches nothing or one module is inside
     another."""
     modules = dict(model.named_modules())
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()] if config.train_embeddings else []
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends = ends if config.train_embeddings or config.add_tokens else []
     found = {name for name, module in modules.items() if any(module is end for end in ends)}
     for ending in split(config.modules_to_save):
         found.update(by_ending(modules, ending))
@@ -133,7 +139,7 @@ def written_names(model: nn.Module, saved: Iterable[str]) -> list[str]:
 def whole_model(module: nn.Module, source: Path, dtype, main: bool) -> dict:
     """{name: trained parameter, or Entry of a frozen one}, read from the base again: in memory it may be
     rounded. All in `dtype`; only the `main` rank reads."""
-    stored, named, names = Checkpoint(source), {}, {}
+    stored, named, names = open_weights(source), {}, {}
     for name, parameter in all_names(module).items():
         names.setdefault(parameter, []).append(name)
 
