@@ -94,7 +94,8 @@ def load_all(config, model_folder: Path) -> Held:
         samples, held_out = split(samples, config.eval_fraction, config.seed)
         counts = samples.counts()
     for part in (samples, held_out):
-        vocabulary.check_ids(part, tokenizer, model_folder, config.add_tokens)
+        vocabulary.check_ids(part, tokenizer, model_folder, config.add_tokens,
+                             config.trust_remote_code)
     return Held(tokenizer, samples, counts, held_out)
 
 
