@@ -273,13 +273,16 @@ def write_shards(path: Path, shards: dict) -> None:
     entries = {name: checkpoint.Entry(str(t.dtype).removeprefix("torch."), tuple(t.shape), lambda t=t: t)
                for name, (t, _) in shards.items()}
     offsets = {name: {"saved_offsets": where} for name, (_, where) in shards.items()}
-    crc = size = 0
+    crc = 0
     with path.open("wb") as file:
-        for piece in checkpoint.pieces(entries, {"DCP_SHARDING_INFO": json.dumps(offsets)}):
-            crc, size = zlib.crc32(piece, crc), size + len(piece)
+        def write(piece):
+            nonlocal crc
+            crc = zlib.crc32(piece, crc)
             file.write(piece)
+        checkpoint.write_pieces(entries, write, {"DCP_SHARDING_INFO": json.dumps(offsets)})
         file.flush()
         os.fsync(file.fileno())
+        size = file.tell()
     write_durably(path.with_suffix(".json"), dict(file=path.name, bytes=size, crc32=crc))
 
 
