@@ -368,7 +368,8 @@ class Saver:
         try:
             self.part().rename(self.folder / f"checkpoint-{self.step}")
             for old in found(self.folder)[self.config.keep_checkpoints:]:
-                shutil.rmtree(old.rename(self.folder / f".{old.name}.old"))
+                gone = old.rename(self.folder / f".{old.name}.old")
+                self.pool.submit(shutil.rmtree, gone, ignore_errors=True)  # large files take their time
         except OSError as error:
             print(f"save    checkpoint-{self.step}: {error}", flush=True)
 
