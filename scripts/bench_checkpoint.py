@@ -6,7 +6,6 @@ Two processes train the small embedded model on one batch each. Printed per trai
 step is held up by starting a save (copying state to host memory) and by ending one, in percent of a step, and
 how much longer a window with a save takes than the one before it, which had none; medians.
 """
-import os
 import statistics
 import sys
 import tempfile
@@ -80,15 +79,14 @@ def main(
     batch_size: int = 4,  # examples per process and step
 ):
     "Measure what a checkpoint costs training."
-    import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
-    import train
-    from scripts import checkpoint, launcher, places
-    if not places.variables(os.environ):
-        return launcher.launch(__file__, sys.argv[1:], places.place({}, 2, "localhost", 0, 0))
-    runtime, folder = train.start_runtime(), checkpoint.find_folder(model_name or None)
-    for name in train_types.split(","):
-        measure(name, folder, runtime, save_steps, windows, batch_size)
-    train.stop_runtime()
+    from scripts import checkpoint, launcher
+    folder = checkpoint.find_folder(model_name or None)
+
+    def work(runtime):
+        import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
+        for name in train_types.split(","):
+            measure(name, folder, runtime, save_steps, windows, batch_size)
+    sys.exit(launcher.run_ranks(__file__, work, 2))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from scripts import checkpoint, logs, profiling
+from scripts import checkpoint, logs, plan, profiling
 from scripts.flags import UserError
 
 IDLE, WRITING, WRITTEN, FAILED = range(4)
@@ -34,10 +34,9 @@ FREE = {"model_name", "llama_pro_path", "dataset", "skip_bad_rows", "eval_datase
         "sharding_strategy", "hybrid_shard_size", "attn_implementation", "wrap_policy",
         "use_gradient_checkpointing", "reentrant_checkpointing", "use_cpu_offload",
         "use_activation_cpu_offload", "no_sync", "low_memory", "loading_workers", "master_addr",
-        "master_port", "timeout_minutes", "error_dir", "plan", "plan_json", "gpu_memory",
-        "host_memory", "force", "skip_nonfinite_steps",
-        *(spec.name for spec in dataclasses.fields(logs.Flags)),
-        *(spec.name for spec in dataclasses.fields(profiling.Flags))}
+        "master_port", "timeout_minutes", "error_dir", "skip_nonfinite_steps",
+        *(spec.name for flags in (logs.Flags, profiling.Flags, plan.Flags)
+          for spec in dataclasses.fields(flags))}
 
 
 # ------------------------------------------------------------------------------------- finding and comparing
