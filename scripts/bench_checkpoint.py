@@ -56,10 +56,10 @@ def measure(name: str, folder: Path, runtime, save_steps: int, windows: int, bat
             pairs.append([window(training, saver, [arguments], tokens, save_steps, save)
                           for save in (False, True)])
             saver.finish()
-        size = sum(path.stat().st_size for path in Path(output[0]).glob("checkpoint-*/*"))
-        size /= len(list(Path(output[0]).glob("checkpoint-*")))
+        saver.pool.shutdown()  # it may still be removing an old one
         if runtime.main:
-            report(name, pairs, save_steps, size)
+            newest = state.found(output[0])[0]
+            report(name, pairs, save_steps, sum(path.stat().st_size for path in newest.iterdir()))
 
 
 def report(name: str, pairs: list, save_steps: int, size: float) -> None:
