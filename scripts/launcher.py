@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Callable
 
+from scripts import places
 from scripts.flags import UserError
-from scripts.places import Place, cores
-from scripts.places import place as find_place
+from scripts.places import Place
 
 # The process that has looked at flags, files and devices for the ranks that it has started: its number.
 CHECKED = "QSHARD_CHECKED"
@@ -157,7 +157,7 @@ class Ranks:
 
     def __init__(self, script: str, argv: list[str], place: Place, port: int, error_dir: str | None):
         self.first, self.logs, self.processes = place.rank, [], []
-        threads = max(1, cores() // place.local_world)  # more threads than cores stall
+        threads = max(1, places.cores() // place.local_world)  # more threads than cores stall
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         common = dict(TORCHELASTIC_USE_AGENT_STORE="True", **{CHECKED: str(os.getpid())})
         for local in range(place.local_world):
@@ -264,7 +264,7 @@ def run_ranks(script: str, work: Callable, world_size: int = -1, address: str = 
     """For scripts that measure or look: starts `script`, with this process's arguments, as ranks; in a rank
     it calls work(runtime), whose result is the exit code (None: 0)."""
     import train
-    place = find_place(os.environ, world_size, address, port, train.accelerator_count())
+    place = places.place(os.environ, world_size, address, port, train.accelerator_count())
     if place.local_rank is None:
         return launch(script, sys.argv[1:], place)
     os.environ.update(place.environment())
