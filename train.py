@@ -38,9 +38,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
-from scripts import adapters, checkpoint, checks, data, evaluation, flops, launcher, logs, loss  # noqa: E402
-from scripts import models, neftune, optim, places, prequantized, profiling, state, trained  # noqa: E402
-from scripts import vocabulary  # noqa: E402
+from scripts import activations, adapters, checkpoint, checks, data, evaluation, flops, launcher  # noqa: E402
+from scripts import logs, loss, models, neftune, optim, places, plan, prequantized, profiling  # noqa: E402
+from scripts import state, trained, vocabulary  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.models import blocks_of, is_plain  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
@@ -125,7 +125,7 @@ WRAP_POLICIES = ("decoder", "decoder_attention_mlp")
 # ---------------------------------------------------------------------------------------------- configuration
 
 @dataclass(frozen=True)
-class Config(logs.Flags, profiling.Flags):
+class Config(logs.Flags, profiling.Flags, plan.Flags):
     model_name: str | None = option(None, "Hugging Face folder or hub id; without it SmolLM2-135M-Instruct")
     trust_remote_code: bool = option(False, "run code that comes with the model, where it needs its own")
     rope_scaling: str | None = option(None, "RoPE for longer texts: linear:4, yarn:4, llama3:8")
@@ -209,11 +209,6 @@ class Config(logs.Flags, profiling.Flags):
     use_activation_cpu_offload: bool = option(False, "keep saved activations in host memory until backward")
     no_sync: bool = option(False, "reduce gradients once per step, not per micro-batch; holds them whole")
     low_memory: bool = option(True, "read only this process's rows; false: every process reads whole tensors")
-    plan: str | None = option(None, "only say what the run would need", ("quick", "exact"), bare="quick")
-    plan_json: str | None = option(None, "write what --plan finds to this file as well")
-    gpu_memory: float = option(24.0, "GiB of an accelerator that --plan plans for", above=0)
-    host_memory: float = option(128.0, "GiB of host memory that --plan plans for", above=0)
-    force: bool = option(False, "start also where the model cannot fit into the memory that is free")
     loading_workers: int = option(-1, "threads per process that read and quantise; -1: one", low=-1)
 
     world_size: int = option(-1, "processes; -1: one per accelerator, on a CPU 2 (1 with one core)", low=-1)
@@ -238,8 +233,8 @@ class Config(logs.Flags, profiling.Flags):
 
 # The first option of each group of --help; the group goes on until the next one.
 GROUPS = {"model_name": "model, data, result", "train_type": "what is trained", "batch_size": "optimisation",
-          "precision": "precision, sharding, memory", "world_size": "processes", "log_to": "logs",
-          "profile": "profiling"}
+          "precision": "precision, sharding, memory", "plan": "planning", "world_size": "processes",
+          "log_to": "logs", "profile": "profiling"}
 
 
 def read_flags(argv: list[str]) -> tuple[Config, list[str]]:
@@ -254,11 +249,9 @@ def read_flags(argv: list[str]) -> tuple[Config, list[str]]:
     return config, problems
 
 
-def parse(argv: list[str], surroundings: bool = True) -> Config:
-    """Flags -> Config. Raises UserError with everything that is wrong with the flags and with what they name
-    (files, folders), before any work. `surroundings` is off where another process has looked."""
+def parse(argv: list[str]) -> Config:
+    """Flags -> Config. Raises UserError with everything that is wrong with them by themselves."""
     config, problems = read_flags(argv)
-    problems += checks.surroundings(config) if surroundings else []
     if problems:
         raise UserError("\n  ".join(problems))
     return config
@@ -473,25 +466,6 @@ def map_parameters(model: nn.Module, change: Callable[[nn.Parameter], torch.Tens
 
 
 # --------------------------------------------------------------------------------------- sharding and loading
-
-def checkpoint_activations(blocks: nn.ModuleList, reentrant: bool) -> None:
-    """Recompute blocks in backward. Wraps `forward`, so that parameter names and FSDP's hooks stay as they
-    are."""
-    from torch.utils.checkpoint import checkpoint as recompute
-
-    def wrap(forward, trains):
-        first = next(iter(inspect.signature(forward).parameters))
-        def checkpointed(*args, **kwargs):
-            args = args or (kwargs.pop(first),)
-            if not torch.is_grad_enabled() or not (trains or args[0].requires_grad):  # no backward comes here
-                return forward(*args, **kwargs)
-            if reentrant:  # it needs an input that requires grad, and what is frozen before it gives none
-                args[0].requires_grad_()
-            return recompute(functools.partial(forward, **kwargs), *args, use_reentrant=reentrant)
-        return checkpointed
-    for block in blocks:
-        block.forward = wrap(block.forward, any(p.requires_grad for p in block.parameters()))
-
 
 def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list[str]:
     """fully_shard in units: embedding, blocks (and their attention and MLP), final norm, head, root. Returns
@@ -731,7 +705,7 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
     if config.neftune_alpha:
         neftune.add_noise(module, config.neftune_alpha)
     if config.use_gradient_checkpointing:
-        checkpoint_activations(blocks, config.reentrant_checkpointing)
+        activations.recompute_blocks(blocks, config.reentrant_checkpointing)
     mesh = make_mesh(config, runtime)
     facts["units"] = shard(module, blocks, config, mesh)
     checks.room(module, blocks, config, runtime)
@@ -745,25 +719,6 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
 
 
 # ---------------------------------------------------------------------------------- optimiser, schedule, step
-
-class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
-    """Keeps in host memory, until backward, what autograd saves; parameters (and views of them) stay where
-    they are."""
-
-    def __init__(self):
-        pin = torch.accelerator.is_available()
-
-        def pack(tensor):
-            if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
-                return tensor, None
-            host = torch.empty_like(tensor, device="cpu", pin_memory=pin)
-            return host.copy_(tensor, non_blocking=True), tensor.device
-
-        def unpack(saved):
-            tensor, device = saved
-            return tensor if device is None else tensor.to(device, non_blocking=True)
-        super().__init__(pack, unpack)
-
 
 @dataclass
 class Training:
@@ -783,7 +738,7 @@ class Training:
         if dtype := self.config.numbers.autocast:
             stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))  # it keeps cast weights
         if self.config.use_activation_cpu_offload:
-            stack.enter_context(OffloadActivations())
+            stack.enter_context(activations.Offload())
         return stack
 
 
@@ -874,10 +829,10 @@ def load_data(config: Config, folder: Path) -> data.Held:
 def epochs(training: Training, held: data.Held, total: int):
     """(epoch, its windows) from where the training stands. Every epoch has the same number of steps."""
     config, runtime = training.config, training.runtime
-    plan = functools.partial(data.plan, held.lengths, config, rank=runtime.rank, world=runtime.world)
-    each = len(plan(epoch=0))
+    windows = functools.partial(data.plan, held.lengths, config, rank=runtime.rank, world=runtime.world)
+    each = len(windows(epoch=0))
     for epoch in range(training.step // each, config.num_epochs):
-        yield epoch, plan(epoch=epoch)[training.step - epoch * each:total - epoch * each]
+        yield epoch, windows(epoch=epoch)[training.step - epoch * each:total - epoch * each]
 
 
 def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics, saver: state.Saver,
@@ -1005,13 +960,16 @@ def fail(error: BaseException, rank: int) -> None:
     os._exit(2 if theirs else 1)  # destructors would wait for peers that never come
 
 
-def work(argv: list[str]) -> int:
-    """One rank, from process group to process group. Returns its exit code."""
-    rank, stops = int(os.environ.get("RANK", 0)), launcher.Stops()
+def work(config: Config, problems: list[str], rank: int) -> int:
+    """One rank, from process group to process group. Returns its exit code. `problems` of the flags are
+    told, and those of what they name by the first rank, if no launcher has looked."""
+    stops = launcher.Stops()
     if launcher.CHECKED in os.environ:
         launcher.end_with_parent()
     try:
-        config = parse(argv, surroundings=rank == 0 and launcher.CHECKED not in os.environ)
+        problems += checks.surroundings(config) if rank == 0 and launcher.CHECKED not in os.environ else []
+        if problems:
+            raise UserError("\n  ".join(problems))
         runtime = start_runtime(timeout_minutes=config.timeout_minutes)
         checks.every_node(config, runtime)
         code = run(config, runtime, stops)
@@ -1025,14 +983,13 @@ def main(argv: list[str]) -> int:
     try:
         config, problems = read_flags(argv)
         if config.plan and not problems:
-            from scripts import plan
             plan.answer(config)
             return 0
         place = places.place(os.environ, config.world_size, config.master_addr, config.master_port,
                              accelerator_count())
         if place.local_rank is not None:
             os.environ.update(place.environment())
-            return work(argv)
+            return work(config, problems, place.rank)
         problems += checks.surroundings(config) if place.node == 0 else []
         problems += checks.devices(config, place.local_world, accelerator_count())
         if not problems and not checkpoint.is_ready(config.weights):

@@ -6,7 +6,6 @@ Two processes train the small embedded model on one batch each. Printed per trai
 step is held up by starting a save (copying state to host memory) and by ending one, in percent of a step, and
 how much longer a window with a save takes than the one before it, which had none; medians.
 """
-import os
 import statistics
 import sys
 import tempfile
@@ -57,10 +56,10 @@ def measure(name: str, folder: Path, runtime, save_steps: int, windows: int, bat
             pairs.append([window(training, saver, [arguments], tokens, save_steps, save)
                           for save in (False, True)])
             saver.finish()
-        size = sum(path.stat().st_size for path in Path(output[0]).glob("checkpoint-*/*"))
-        size /= len(list(Path(output[0]).glob("checkpoint-*")))
+        saver.pool.shutdown()  # it may still be removing an old one
         if runtime.main:
-            report(name, pairs, save_steps, size)
+            newest = state.found(output[0])[0]
+            report(name, pairs, save_steps, sum(path.stat().st_size for path in newest.iterdir()))
 
 
 def report(name: str, pairs: list, save_steps: int, size: float) -> None:
@@ -80,15 +79,14 @@ def main(
     batch_size: int = 4,  # examples per process and step
 ):
     "Measure what a checkpoint costs training."
-    import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
-    import train
-    from scripts import checkpoint, launcher, places
-    if not places.variables(os.environ):
-        return launcher.launch(__file__, sys.argv[1:], places.place({}, 2, "localhost", 0, 0))
-    runtime, folder = train.start_runtime(), checkpoint.find_folder(model_name or None)
-    for name in train_types.split(","):
-        measure(name, folder, runtime, save_steps, windows, batch_size)
-    train.stop_runtime()
+    from scripts import checkpoint, launcher
+    folder = checkpoint.find_folder(model_name or None)
+
+    def work(runtime):
+        import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
+        for name in train_types.split(","):
+            measure(name, folder, runtime, save_steps, windows, batch_size)
+    sys.exit(launcher.run_ranks(__file__, work, 2))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ medians of processor time without the first step, and ratios are to the first op
 that one under --optim_in_backward.
 """
 import dataclasses
-import os
 import statistics
 import sys
 import time
@@ -55,17 +54,19 @@ def report(name: str, row: dict, first: dict) -> None:
           f"{row['step']:.2f} s | {row['step'] / first['step']:.2f} |", flush=True)
 
 
-def measure(names: list[str], folder: str, steps: int, tokens: int) -> None:
+def measure(runtime, names: list[str], folder: str, steps: int, tokens: int) -> None:
     """One rank's part; the first prints its numbers of every optimiser."""
     import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
     import train
     from scripts import data
-    runtime = train.start_runtime()
     config = train.Config(model_name=folder, train_type="full", lr=1e-6, apply_gradient_clipping=False)
     model, found = train.build(config, Path(folder), runtime), {}
     gradient_peak(model, model.facts.setdefault("gradients", []))
     sample = data.Sample(list(range(5, 5 + tokens)), list(range(5, 5 + tokens)))
     batch, supervised = data.arguments(data.collate([sample], 0), runtime.device)
+    if runtime.main:
+        print("| optimiser | state/process | gradients/process | its own time | ratio | whole step | ratio |")
+        print("|---|---:|---:|---:|---:|---:|---:|", flush=True)
     runs = {name: dict(optimizer=name) for name in names}
     runs["in backward"] = dict(optimizer=names[0], optim_in_backward=True)  # last: its hooks stay
     for name, flags in runs.items():
@@ -74,8 +75,6 @@ def measure(names: list[str], folder: str, steps: int, tokens: int) -> None:
         if runtime.main:
             report(name, found[name], found[names[0]])
         del training
-    del model
-    train.stop_runtime()
 
 
 def main(
@@ -86,16 +85,11 @@ def main(
     world_size: int = 2,  # processes
 ):
     "Compare memory and step time of the optimisers, for full fine-tuning."
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-    from scripts import checkpoint, optim
+    from scripts import checkpoint, launcher, optim
     names = optimizers.split(",") if optimizers else list(optim.OPTIMIZERS)
     folder = str(checkpoint.find_folder(model_name or None))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
-    place = LaunchConfig(1, 1, world_size, run_id="bench", rdzv_backend="c10d", max_restarts=0,
-                         rdzv_endpoint="localhost:0")
-    print("| optimiser | state/process | gradients/process | its own time | ratio | whole step | ratio |")
-    print("|---|---:|---:|---:|---:|---:|---:|", flush=True)
-    elastic_launch(place, measure)(names, folder, steps, tokens)
+    sys.exit(launcher.run_ranks(
+        __file__, lambda runtime: measure(runtime, names, folder, steps, tokens), world_size))
 
 
 if __name__ == "__main__":

@@ -424,12 +424,15 @@ def made_bytes(name: str, entry: Entry):
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
-def pieces(entries: dict[str, Entry], metadata: dict[str, str] = {}) -> Iterator:
-    """The bytes of a safetensors file, tensor by tensor: one is made, given and dropped before the next."""
+def write_pieces(entries: dict[str, Entry], write: Callable, metadata: dict[str, str] = {},
+                 advance=lambda: None) -> None:
+    """Calls `write` with the bytes of a safetensors file, tensor by tensor: one is made, written and dropped
+    before the next. Calls `advance` after each."""
     entries = aligned(entries)
-    yield header(entries, metadata)
+    write(header(entries, metadata))
     for name, entry in entries.items():
-        yield made_bytes(name, entry)
+        write(made_bytes(name, entry))
+        advance()
 
 
 def write_part(path: Path, entries: dict[str, Entry], main: bool = True, advance=lambda: None) -> None:
@@ -447,10 +450,7 @@ def write_part(path: Path, entries: dict[str, Entry], main: bool = True, advance
         return
     try:
         with part.open("wb") as file:
-            for number, piece in enumerate(pieces(entries)):
-                file.write(piece)
-                if number:
-                    advance()
+            write_pieces(entries, file.write, advance=advance)
     except BaseException:
         part.unlink(missing_ok=True)
         raise

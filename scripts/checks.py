@@ -9,7 +9,6 @@ from scripts.flags import UserError
 
 PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
 LOG_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # what a logger needs
-STATES = {"sgd": 1, "lion": 1}  # tensors of optimiser state per trained one; for the others 2
 
 
 def combinations(config) -> list[str]:
@@ -150,13 +149,6 @@ def every_node(config, runtime) -> None:
         raise UserError("\n  ".join(lines))
 
 
-def state_bytes(config, trained: int, stored: int) -> int:
-    """Of the optimiser's state for `trained` elements that take `stored` bytes."""
-    if "8bit" in config.optimizer:
-        return STATES.get(config.optimizer.removesuffix("_8bit"), 2) * trained
-    return STATES.get(config.optimizer, 2) * stored
-
-
 def room(module, blocks, config, runtime) -> None:
     """Compares what this process keeps through training, by the sizes of its shards, with the memory that is
     free. Raises UserError where that and one gathered block alone are more (--force goes on), and warns where
@@ -166,7 +158,7 @@ def room(module, blocks, config, runtime) -> None:
         return sum(t.numel() * t.element_size() for t in tensors)
     trained = [p for p in module.parameters() if p.requires_grad]
     kept = stored(module.parameters()) + stored(trained)
-    kept += state_bytes(config, sum(p.to_local().numel() for p in trained), stored(trained))
+    kept += optim.state_bytes(config, sum(p.to_local().numel() for p in trained), stored(trained))
     block, free = stored(blocks[0].parameters(), whole=True), runtime.free_memory()
     hidden = module.config.get_text_config().hidden_size * config.numbers.compute.itemsize
     inputs = len(blocks) * config.batch_size * config.context_length * hidden

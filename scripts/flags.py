@@ -41,9 +41,10 @@ def convert(spec: dataclasses.Field, problems: list[str], text: str):
         return spec.default
 
 
-def closest(name: str, known) -> str:
-    found = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {found[0]}? " if found else ""
+def closest(name: str, known, count: int = 1) -> str:
+    """Up to `count` of the known names that look like the wanted one."""
+    found = difflib.get_close_matches(name, known, count)
+    return f"did you mean {', '.join(found)}? " if found else ""
 
 
 class HelpFormatter(argparse.HelpFormatter):

@@ -108,29 +108,16 @@ def look(runtime) -> int:
     return int(bool(report(seen, overall[0], inside) if runtime.main else differences(seen)))
 
 
-def start(world_size: int, master_addr: str, master_port: int) -> int:
-    """A launcher starts the ranks, a rank looks. Returns the exit code."""
-    import train
-    from scripts import launcher, places
-    place = places.place(os.environ, world_size, master_addr, master_port, train.accelerator_count())
-    if place.local_rank is None:
-        return launcher.launch(__file__, sys.argv[1:], place)
-    os.environ.update(place.environment())
-    runtime = train.start_runtime(timeout_minutes=5)
-    code = look(runtime)
-    train.stop_runtime()
-    return code
-
-
 def main(
     world_size: int = -1,  # processes; -1: one per accelerator, on a CPU 2
     master_addr: str = "localhost",  # address of the first process
     master_port: int = 0,  # its port; 0: found by itself
 ):
     "Report what each process of a run sees, how fast they exchange data, and which differ."
+    from scripts import launcher
     from scripts.flags import UserError
     try:
-        code = start(world_size, master_addr, master_port)
+        code = launcher.run_ranks(__file__, look, world_size, master_addr, master_port)
     except UserError as error:
         print(f"launch_check.py: error: {error}", file=sys.stderr)
         code = 2

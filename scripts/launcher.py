@@ -16,9 +16,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Callable
 
+from scripts import places
 from scripts.flags import UserError
-from scripts.places import Place, cores
+from scripts.places import Place
 
 # The process that has looked at flags, files and devices for the ranks that it has started: its number.
 CHECKED = "QSHARD_CHECKED"
@@ -155,7 +157,7 @@ class Ranks:
 
     def __init__(self, script: str, argv: list[str], place: Place, port: int, error_dir: str | None):
         self.first, self.logs, self.processes = place.rank, [], []
-        threads = max(1, cores() // place.local_world)  # more threads than cores stall
+        threads = max(1, places.cores() // place.local_world)  # more threads than cores stall
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         common = dict(TORCHELASTIC_USE_AGENT_STORE="True", **{CHECKED: str(os.getpid())})
         for local in range(place.local_world):
@@ -255,3 +257,18 @@ def launch(script: str, argv: list[str], place: Place, problems=(), error_dir: s
         raise
     finally:
         nodes.leave()
+
+
+def run_ranks(script: str, work: Callable, world_size: int = -1, address: str = "localhost",
+              port: int = 0) -> int:
+    """For scripts that measure or look: starts `script`, with this process's arguments, as ranks; in a rank
+    it calls work(runtime), whose result is the exit code (None: 0)."""
+    import train
+    place = places.place(os.environ, world_size, address, port, train.accelerator_count())
+    if place.local_rank is None:
+        return launch(script, sys.argv[1:], place)
+    os.environ.update(place.environment())
+    runtime = train.start_runtime(timeout_minutes=5)
+    code = work(runtime)
+    train.stop_runtime()
+    return code or 0

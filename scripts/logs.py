@@ -272,7 +272,7 @@ class Metrics:
         if self.sink:
             self.file.write(to_json(row) + "\n")
             self.sink.write(row)
-        self.judge(row, [value for value in every[:, 0].tolist()])
+        self.judge(row, every[:, 0].tolist())
 
     def judge(self, row: dict, losses: list[float]) -> None:
         """Raises UserError, on every rank, where loss or gradient are not finite: unless loss scaling or

@@ -108,6 +108,9 @@ OPTIMIZERS: dict[str, Callable] = {
 }
 
 
+STATES = {"sgd": 1, "lion": 1, "lion_8bit": 1}  # tensors of state per trained one; for the others 2
+
+
 @dataclass(frozen=True)
 class Schedule:
     fall: Callable[[float], float]   # 1 to 0 while the way from the end of the warm-up goes from 0 to 1
@@ -216,6 +219,11 @@ def make_optimizer(named: dict[str, nn.Parameter], config, embeddings: Iterable 
     if config.optim_in_backward:
         step_in_backward(optimizer)
     return optimizer
+
+
+def state_bytes(config, trained: int, stored: int) -> int:
+    """About how much the state takes for `trained` elements that take `stored` bytes."""
+    return STATES.get(config.optimizer, 2) * (trained if "8bit" in config.optimizer else stored)
 
 
 # ------------------------------------------------------------------------------------- state, by its name

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from scripts.flags import UserError  # noqa: E402
+from scripts.flags import UserError, option  # noqa: E402
 
 GIB = 2**30
 # Estimates, since no GPU was there to measure them: CUDA context, NCCL's buffers, cuBLAS' workspaces ...
@@ -31,6 +31,15 @@ FRAGMENTATION = 1.25
 FEW = (6, 7)  # blocks that a quick plan traces
 PLACES = ("accelerator", "host", "pinned")
 PHASES = ("load", "forward", "backward", "optimiser", "save")
+
+
+@dataclass(frozen=True)
+class Flags:
+    plan: str | None = option(None, "only say what the run would need", ("quick", "exact"), bare="quick")
+    plan_json: str | None = option(None, "write what --plan finds to this file as well")
+    gpu_memory: float = option(24.0, "GiB of an accelerator that --plan plans for", above=0)
+    host_memory: float = option(128.0, "GiB of host memory that --plan plans for", above=0)
+    force: bool = option(False, "start also where the model cannot fit into the memory that is free")
 
 
 # --------------------------------------------------------------------------------------------------- shapes

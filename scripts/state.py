@@ -22,7 +22,12 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from scripts import checkpoint, logs, profiling
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from scripts import checkpoint, logs, optim, plan, profiling
 from scripts.flags import UserError
 
 IDLE, WRITING, WRITTEN, FAILED = range(4)
@@ -34,10 +39,9 @@ FREE = {"model_name", "llama_pro_path", "dataset", "skip_bad_rows", "eval_datase
         "sharding_strategy", "hybrid_shard_size", "attn_implementation", "wrap_policy",
         "use_gradient_checkpointing", "reentrant_checkpointing", "use_cpu_offload",
         "use_activation_cpu_offload", "no_sync", "low_memory", "loading_workers", "master_addr",
-        "master_port", "timeout_minutes", "error_dir", "plan", "plan_json", "gpu_memory",
-        "host_memory", "force", "skip_nonfinite_steps", "trust_remote_code",
-        *(spec.name for spec in dataclasses.fields(logs.Flags)),
-        *(spec.name for spec in dataclasses.fields(profiling.Flags))}
+        "master_port", "timeout_minutes", "error_dir", "skip_nonfinite_steps", "trust_remote_code",
+        *(spec.name for flags in (logs.Flags, profiling.Flags, plan.Flags)
+          for spec in dataclasses.fields(flags))}
 
 
 # ------------------------------------------------------------------------------------- finding and comparing
@@ -123,7 +127,6 @@ def damage(folder: Path, share: int, of: int) -> str | None:
 def choose(config, runtime, now: dict) -> tuple[Path | None, dict]:
     """The checkpoint to go on from and its state.json; (None, {}) for a new run. Damaged ones are named and
     passed over. Every rank calls this. Raises UserError for a checkpoint of another training."""
-    import torch.distributed as dist
     paths = [candidates(config)]
     dist.broadcast_object_list(paths, src=0)
     for path in paths[0]:
@@ -162,9 +165,6 @@ def introduce(config, path: Path | None, saved: dict) -> None:
 def tensors(training) -> dict:
     """All tensors of the training state by their names in the checkpoint. Those of which this rank holds the
     only copy (no DTensor, more than a number) carry the number of its shard."""
-    from torch.distributed.tensor import DTensor
-
-    from scripts import optim
     trained, mesh = training.model.trained(), training.model.mesh["shard"]
     found = {f"model.{name}": parameter for name, parameter in trained.items()}
     for name, tensor in optim.state_tensors(training.optimizer, trained).items():
@@ -176,17 +176,20 @@ def tensors(training) -> dict:
     return dict(sorted(found.items()))
 
 
+def local_place(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offsets of this rank's part."""
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
 def shards(training) -> dict:
     """{name: (this rank's part, its offsets in the whole)}: what this rank has to write. Of parts that
     several ranks hold, the first writes; ranks without rows of a parameter write nothing of it."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
     mesh, mine = training.model.mesh, {}
     if "replicate" in mesh.mesh_dim_names and mesh["replicate"].get_local_rank():
         return mine
     for name, tensor in tensors(training).items():
         if isinstance(tensor, DTensor):
-            _, offsets = place(tensor.shape, tensor.device_mesh, tensor.placements)
+            _, offsets = local_place(tensor)
             tensor = tensor.to_local()
             if tensor.numel():
                 mine[name] = tensor.detach(), list(offsets)
@@ -206,8 +209,6 @@ def load(folder: Path, saved: dict, training) -> None:
     Raises UserError where it does not hold what this training needs."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    from scripts import optim
     reader = HuggingFaceStorageReader(str(folder))
     stored = set(reader.read_metadata().state_dict_metadata)
     optim.allocate_state(training.optimizer, training.model.trained(), {
@@ -228,11 +229,7 @@ def load(folder: Path, saved: dict, training) -> None:
 def recut(folder: Path, wanted: dict, training) -> None:
     """Fills states of bitsandbytes' optimisers that were kept for other shards: the rows of all of them are
     put together and cut anew. 8-bit ones, whose blocks go over the flat shard, are rounded again."""
-    import torch
     from safetensors import safe_open
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place
-
-    from scripts import optim
     files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors")) if wanted]
     pieces: dict[tuple, list] = {}
     for file in files:  # in the order of the ranks, and so of the rows
@@ -244,7 +241,7 @@ def recut(folder: Path, wanted: dict, training) -> None:
         if not key.startswith("state"):
             continue  # absmax is made with its codes
         p = parameters[parameter]
-        shape, (low, *_) = place(p.shape, p.device_mesh, p.placements)
+        shape, (low, *_) = local_place(p)
         parts = [file.get_tensor(n) for file, n in pieces[key, parameter]]
         if tensor.dtype != torch.uint8:
             tensor.copy_(torch.cat(parts)[low:low + shape[0]])
@@ -261,7 +258,6 @@ def recut(folder: Path, wanted: dict, training) -> None:
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Random numbers of a step (dropout, noise) come from its number, so they do not depend on what was
     drawn before."""
-    import torch
     torch.manual_seed(random.Random(f"{seed},{step},{rank}").getrandbits(63))
 
 
@@ -273,13 +269,16 @@ def write_shards(path: Path, shards: dict) -> None:
     entries = {name: checkpoint.Entry(str(t.dtype).removeprefix("torch."), tuple(t.shape), lambda t=t: t)
                for name, (t, _) in shards.items()}
     offsets = {name: {"saved_offsets": where} for name, (_, where) in shards.items()}
-    crc = size = 0
+    crc = 0
     with path.open("wb") as file:
-        for piece in checkpoint.pieces(entries, {"DCP_SHARDING_INFO": json.dumps(offsets)}):
-            crc, size = zlib.crc32(piece, crc), size + len(piece)
+        def write(piece):
+            nonlocal crc
+            crc = zlib.crc32(piece, crc)
             file.write(piece)
+        checkpoint.write_pieces(entries, write, {"DCP_SHARDING_INFO": json.dumps(offsets)})
         file.flush()
         os.fsync(file.fileno())
+        size = file.tell()
     write_durably(path.with_suffix(".json"), dict(file=path.name, bytes=size, crc32=crc))
 
 
@@ -311,7 +310,6 @@ class Saver:
 
     def stage(self, shards: dict) -> dict:
         """Copies to host memory, which is kept for the next time; the training may go on afterwards."""
-        import torch
         pin = torch.accelerator.is_available()
         for name, (tensor, _) in shards.items():
             if name not in self.staged or self.staged[name].shape != tensor.shape:
@@ -351,7 +349,6 @@ class Saver:
             self.commit()
 
     def drop(self, error: BaseException | None) -> None:
-        import torch.distributed as dist
         texts: list = [None] * self.runtime.world
         dist.all_gather_object(texts, error and f"rank {self.runtime.rank}: {error}")
         if self.runtime.main:
@@ -365,7 +362,8 @@ class Saver:
         try:
             self.part().rename(self.folder / f"checkpoint-{self.step}")
             for old in found(self.folder)[self.config.keep_checkpoints:]:
-                shutil.rmtree(old.rename(self.folder / f".{old.name}.old"))
+                gone = old.rename(self.folder / f".{old.name}.old")
+                self.pool.submit(shutil.rmtree, gone, ignore_errors=True)  # large files take their time
         except OSError as error:
             print(f"save    checkpoint-{self.step}: {error}", flush=True)
 

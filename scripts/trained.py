@@ -1,6 +1,5 @@
 """What is trained: parameters of a full run by name patterns (--trainable, --freeze), modules in full beside
 an adapter (--train_embeddings, --modules_to_save), and what a result's files hold of them."""
-import difflib
 import fnmatch
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch.nn as nn
 
 from scripts import adapters
 from scripts.checkpoint import Entry
-from scripts.flags import UserError
+from scripts.flags import UserError, closest
 from scripts.prequantized import open_weights
 
 
@@ -19,9 +18,7 @@ def split(text: str) -> list[str]:
 
 
 def near(wanted: str, known: Iterable[str]) -> str:
-    """Up to three of the known names that look like the wanted one."""
-    found = difflib.get_close_matches(wanted, sorted(known), 3)
-    return f"did you mean {', '.join(found)}?" if found else "no name is like it"
+    return closest(wanted, sorted(known), 3).strip() or "no name is like it"
 
 
 # ------------------------------------------------------------------------------------ parameters, by patterns

@@ -9,6 +9,7 @@ import math
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -324,26 +325,16 @@ def failing_save(runtime: train.Runtime, flags: dict, code: int) -> dict:
             raise OSError(code, "no")
         write(path, shards)
 
-    train.state.write_shards = failing
-    try:
+    with mock.patch.object(train.state, "write_shards", failing):
         return whole_run(runtime, flags)
-    finally:
-        train.state.write_shards = write
 
 
 def slow_save(runtime: train.Runtime, flags: dict) -> dict:
     """Writing takes longer than a step: what is written must be what was there when it began."""
     write = train.state.write_shards
-
-    def slow(path, shards):
-        time.sleep(0.5)
-        write(path, shards)
-
-    train.state.write_shards = slow
-    try:
+    slow = lambda *args: (time.sleep(0.5), write(*args))  # noqa: E731
+    with mock.patch.object(train.state, "write_shards", slow):
         return whole_run(runtime, flags)
-    finally:
-        train.state.write_shards = write
 
 
 def broken_steps(runtime: train.Runtime, flags: dict, where: str, numbers: list[int]) -> dict:
@@ -354,11 +345,8 @@ def broken_steps(runtime: train.Runtime, flags: dict, where: str, numbers: list[
         if where == "loss" and training.step + 1 in numbers and last:
             head = training.model.module.get_output_embeddings()
             forward = head.forward
-            head.forward = lambda *args: forward(*args) * math.nan
-            try:
+            with mock.patch.object(head, "forward", lambda *args: forward(*args) * math.nan):
                 return step(training, batches, tokens)
-            finally:
-                head.forward = forward
         return step(training, batches, tokens)
 
     def broken_gradients(training, limit):
@@ -366,11 +354,8 @@ def broken_steps(runtime: train.Runtime, flags: dict, where: str, numbers: list[
             next(p for p in training.model.trained().values() if p.to_local().numel()).grad.to_local().fill_(math.inf)
         return clip(training, limit)
 
-    train.train_step, train.clip_gradients = broken_loss, broken_gradients
-    try:
+    with mock.patch.multiple(train, train_step=broken_loss, clip_gradients=broken_gradients):
         return whole_run(runtime, flags)
-    finally:
-        train.train_step, train.clip_gradients = step, clip
 
 
 SHAPES = {  # the last have fewer rows than ranks, or rows that do not divide

@@ -40,12 +40,15 @@ class Forked:
     """A forked rank, in place of subprocess.Popen."""
 
     def __init__(self, command: list[str], env: dict[str, str], **rest):
+        signal.pthread_sigmask(signal.SIG_BLOCK, launcher.SIGNALS)  # none may meet the parent's handlers here
         self.returncode, self.pid = None, os.fork()
+        if self.pid == 0:
+            for number in launcher.SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, launcher.SIGNALS)
         if self.pid == 0:
             keep_stores()
             os.setsid()
-            for number in launcher.SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
             os.environ.update(env)
             sys.exit(train.main(command[3:]))  # not os._exit: what dies badly in an interpreter's end must show
         started.append(self.pid)

@@ -25,6 +25,7 @@ class Nursery:
         self.log = log
         log.touch()
         env = os.environ | dict(NURSERY_LOG=str(log), OMP_NUM_THREADS="1")
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would be respected
         command = [sys.executable, str(Path(__file__).parent / "nursery.py")]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
@@ -100,6 +101,13 @@ def gone(pid: int) -> bool:
     return "zombie" in Path(f"/proc/{pid}/status").read_text()
 
 
+def all_end(pids: list[int], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while not all(map(gone, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return all(map(gone, pids))
+
+
 def test_killed_at_random_moments(nursery, flags, undisturbed, tmp_path):
     """A rank or the launcher is killed, 30 times, from the first moment to the last, often during a save (there is
     one every step). Checkpoints only ever grow newer, and each run that gets to its end is the undisturbed one."""
@@ -117,11 +125,7 @@ def test_killed_at_random_moments(nursery, flags, undisturbed, tmp_path):
             os.kill(victim, signal.SIGKILL)
             kills += 1
         code = nursery.end()
-        if victim == pids[0]:  # its ranks must not live on
-            deadline = time.monotonic() + 10
-            while not all(map(gone, pids)):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+        assert all_end(pids)  # also when it was the launcher: its ranks must not live on
         assert newest(folder) >= before
         inside += len(list(folder.glob(".checkpoint-*.part")))
         if code == 0:
@@ -168,7 +172,7 @@ def test_a_second_interrupt_ends_at_once(nursery, flags, tmp_path):
     os.kill(pids[0], signal.SIGINT)
     time.sleep(0.3)
     os.kill(pids[0], signal.SIGINT)
-    assert nursery.end(10) == 130 and all(map(gone, pids))
+    assert nursery.end(10) == 130 and all_end(pids)
 
 
 def test_a_signal_before_the_first_step(nursery, flags, tmp_path):
@@ -219,6 +223,6 @@ def test_a_rank_that_does_not_answer(nursery, flags, tmp_path):
     while newest(tmp_path) < 2:
         time.sleep(0.005)
     os.kill(pids[1], signal.SIGSTOP)
-    assert nursery.end(30) == 1 and all(map(gone, pids))
+    assert nursery.end(30) == 1 and all_end(pids)
     said = nursery.log.read_text()[log_start:]
     assert "rank 1 failed (it waited for the others longer than --timeout_minutes)" in said and newest(tmp_path) >= 2

@@ -18,7 +18,7 @@ TRAIN = [sys.executable, str(ROOT / "train.py")]
 
 
 def quick(*argv: str) -> Config:
-    return parse(list(argv), surroundings=False)
+    return parse(list(argv))
 
 
 def test_defaults_and_types():

@@ -82,9 +82,9 @@ def test_a_missing_package_is_named(monkeypatch, name):
     )
     if name in ("wandb", "tensorboard"):
         with pytest.raises(train.UserError, match=f"--log_to {name} needs the package {name}"):
-            train.parse(["--log_to", name], surroundings=False)
+            train.parse(["--log_to", name])
     else:
-        train.parse(["--log_to", name], surroundings=False)
+        train.parse(["--log_to", name])
 
 
 # -------------------------------------------------------------------------------------------- rows and resuming

@@ -271,11 +271,11 @@ def test_changes_are_legal_for_every_type():
 
 
 def test_flags_that_plan_takes():
-    parsed = train.parse(["--plan", "--batch_size", "2"], surroundings=False)
+    parsed = train.parse(["--plan", "--batch_size", "2"])
     assert (parsed.plan, parsed.batch_size) == ("quick", 2)
-    assert train.parse(["--plan", "exact"], surroundings=False).plan == "exact"
+    assert train.parse(["--plan", "exact"]).plan == "exact"
     with pytest.raises(train.UserError, match="--plan fast: choose from quick, exact"):
-        train.parse(["--plan", "fast"], surroundings=False)
+        train.parse(["--plan", "fast"])
     assert dataclasses.replace(parsed, plan=None).plan is None
 
 

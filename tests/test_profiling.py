@@ -187,7 +187,7 @@ def test_an_error_inside_the_loop_is_what_is_seen(tmp_path):
 )
 def test_combinations_that_record_nothing(flags, message):
     with pytest.raises(train.UserError, match=re.escape(message)):
-        train.parse(flags.split(), surroundings=False)
+        train.parse(flags.split())
 
 
 @pytest.mark.parametrize(
@@ -200,4 +200,4 @@ def test_combinations_that_record_nothing(flags, message):
     ],
 )
 def test_combinations_that_do(flags):
-    train.parse(flags.split(), surroundings=False)
+    train.parse(flags.split())

@@ -1,6 +1,7 @@
 """Runs that are stopped and go on: the same bits as a run that was never stopped; and everything that can happen
 to a checkpoint."""
 
+import dataclasses
 import errno
 import json
 import shutil
@@ -345,6 +346,11 @@ def test_another_training_is_refused(pool, given, tmp_path, flags, named):
     done = pool.run(2, "whole_run", given(out, **dict(max_steps=HALF) | flags, resume="auto"))
     assert {one["code"] for one in done} == {2} and named in done[0]["message"]
     assert sorted(out.rglob("*")) == before
+
+
+def test_flags_that_may_change_are_flags():
+    known = {spec.name for spec in dataclasses.fields(train.Config)}
+    assert state.FREE <= known and not state.FREE & {"lr", "seed", "precision", "train_type", "optimizer"}
 
 
 def test_a_constant_rate_may_go_on_for_longer(pool, given, tmp_path):

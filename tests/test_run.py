@@ -197,7 +197,7 @@ def test_a_loss_that_is_no_number_stops_the_run(models, dataset, tmp_path):
         "--batch_size",
         "2",
     )
-    assert done.returncode == 2 and "the loss is nan" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "the gradient is nan" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 

@@ -87,7 +87,7 @@ def commands() -> list[list[str]]:
 def test_readme_commands_parse():
     assert len(commands()) >= 3
     for argv in commands():
-        train.parse(argv, surroundings=False)
+        train.parse(argv)
 
 
 def test_readme_script_commands_parse():
@@ -96,9 +96,6 @@ def test_readme_script_commands_parse():
 
     from scripts.data import kebab_flags
 
-    lines = (
-        "\n".join(re.findall(r"```(?:bash|sh)?\n(.*?)```", README, re.S)).replace("\\\n", " ").splitlines()
-    )
     found = [re.search(r"scripts/(\w+)\.py(.*)$", line) for line in shell_lines()]
     assert len(found := [match for match in found if match]) >= 5
     for match in found:

@@ -14,7 +14,7 @@ import train
 from reference import plain_base
 from scripts import generate, merge, trained
 from scripts.flags import UserError
-from test_parity import AFTER_ADAM, alone, assert_close, distance, reference_fit  # noqa: F401
+from test_parity import AFTER_ADAM, alone, assert_agrees, assert_close, distance, reference_fit  # noqa: F401
 from train import PRECISIONS, TRAIN_TYPES
 
 IDS = [[5, 9, 200, 31, 7, 120, 44, 2], [0, 17, 17, 90, 250, 3, 8, 61]]
@@ -100,7 +100,7 @@ def test_flags_fit_the_train_type(train_type):
     for flag, value in (("trainable", "norm"), ("freeze", "norm"), ("train_embeddings", "true"),
                         ("modules_to_save", "norm")):  # fmt: skip
         try:
-            train.parse([*argv, f"--{flag}", value], surroundings=False)
+            train.parse([*argv, f"--{flag}", value])
         except UserError as error:
             refusals[flag] = str(error)
     patterns, modules = {"trainable", "freeze"}, {"train_embeddings", "modules_to_save"}
@@ -167,7 +167,7 @@ def test_frozen_first_blocks_are_not_computed_again(reentrant):
     for number, block in enumerate(blocks):
         block.requires_grad_(number > 1)
         block.forward = lambda x, n=number, forward=block.forward: (calls.append(n), forward(x))[1]
-    train.checkpoint_activations(blocks, reentrant)
+    train.activations.recompute_blocks(blocks, reentrant)
     hidden = torch.ones(2, 4)
     for block in blocks:
         hidden = block(hidden)
@@ -398,11 +398,7 @@ def test_against_peft(alone, models, train_type, model, flags, modules, plain): 
     count = sum(parameter.numel() for parameter in named.values())
     assert found["facts"]["trained_parameters"] == count
     losses, norms = reference_fit(peft, tiny.samples(8), 4, 4)
-    assert found["losses"] == pytest.approx(losses, rel=1e-6)
-    assert found["norms"][0] == pytest.approx(norms[0], rel=1e-6)
-    assert found["norms"] == pytest.approx(norms, rel=10 * AFTER_ADAM)
-    ends = {name: named[name].detach() for name in found["end"]}
-    assert distance(found["end"], ends) <= 2e-3 * distance(found["end"], found["start"])
+    assert_agrees(found, losses, norms, named, 10 * AFTER_ADAM)
     assert all(not torch.equal(tensor, found["start"][name]) for name, tensor in found["end"].items())
     assert found["frozen_after"] == found["frozen"]
 
