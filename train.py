@@ -15,7 +15,6 @@ import datetime
 import errno
 import functools
 import gc
-import inspect
 import json
 import logging
 import math
