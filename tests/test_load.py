@@ -183,7 +183,7 @@ def test_integer_weights_are_refused(pool, models, tmp_path):
     folder = copy_model(
         models("llama"), tmp_path / "m", lambda t: t | {"lm_head.weight": t["lm_head.weight"].to(torch.int8)}
     )
-    assert "lm_head.weight: stored as I8" in fails(pool, folder)
+    assert "lm_head.weight: stored as int8" in fails(pool, folder)
 
 
 def test_blocks_that_would_straddle_rows_are_refused_by_name(pool, models):

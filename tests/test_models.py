@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import tiny
-from pool import RankError
-from scripts import block_expansion, merge, models
+from scripts import merge, models
 from test_parity import AFTER_ADAM, reference_fit, reference_model
 from test_result import IDS, plain_logits, stored_names
 from train import TRAIN_TYPES
