@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 import train
-from scripts import checkpoint, merge, prequantized
+from scripts import checkpoint, checks, merge, prequantized
 from scripts.quantize import NF4 as NF4Quantizer
 
 NF4 = dict(train_type="qlora", precision="bf16")
@@ -253,10 +253,8 @@ def test_mxfp4_experts(tmp_path):
 )
 def test_what_is_not_read_is_refused_by_name_before_anything(models, tmp_path, said, named):
     folder = edited(models("llama"), tmp_path, quantization_config=said)
-    with pytest.raises(train.UserError) as refused:
-        train.parse(["--model_name", folder, "--output_dir", str(tmp_path / "out")])
-    assert named in str(refused.value) and "use the model they were made from" in str(refused.value)
-    assert str(refused.value).count("\n") == 0
+    problems = checks.surroundings(train.Config(model_name=str(folder), output_dir=str(tmp_path / "out")))
+    assert len(problems) == 1 and named in problems[0] and "use the model they were made from" in problems[0]
 
 
 def test_damaged_folders_are_named(quantised, tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import tiny
 import train
-from scripts import checkpoint, data, generate, merge, tokens, vocabulary
+from scripts import checkpoint, checks, data, generate, merge, tokens, vocabulary
 from test_prequantized import edited
 
 NEW = ["<|im_start|>", "<|im_end|>", "quokka"]
@@ -167,13 +167,13 @@ def test_a_vocabulary_that_is_too_small_is_an_error_before_training(models, tmp_
 
 def test_flags_that_do_not_go_together(models, file, tmp_path):
     with pytest.raises(train.UserError, match="--add_tokens: llama_pro trains its new blocks"):
-        train.parse(["--train_type", "llama_pro", "--llama_pro_path", "x", "--add_tokens", file], surroundings=False)
+        train.parse(["--train_type", "llama_pro", "--llama_pro_path", "x", "--add_tokens", file])
     config = train.Config(train_type="full", add_tokens=file, freeze="lm_head")
     with pytest.raises(train.UserError, match="must leave embedding and head trained"):
         train.trained.choose(train.empty_model(Path(models("llama")), torch.float32), config)
     missing = str(tmp_path / "none")
-    with pytest.raises(train.UserError, match="--add_tokens .*none: No such file"):
-        train.parse(["--add_tokens", missing, "--output_dir", str(tmp_path / "out")])
+    problems = checks.surroundings(train.Config(add_tokens=missing, output_dir=str(tmp_path / "out")))
+    assert len(problems) == 1 and "--add_tokens" in problems[0] and "none: No such file" in problems[0]
 
 
 def held_of(text: str, file: str) -> types.SimpleNamespace:
