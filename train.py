@@ -37,8 +37,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
-from scripts import adapters, checkpoint, checks, data, evaluation, experts, flops, launcher, logs  # noqa: E402
-from scripts import loss, neftune, optim, profiling, state, trained  # noqa: E402
+from scripts import adapters, checkpoint, checks, data, evaluation, experts, flops, launcher  # noqa: E402
+from scripts import logs, loss, neftune, optim, profiling, state, trained  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
 
@@ -415,8 +415,8 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 
 def quantize_linears(blocks: list[nn.Module], quantizer, kept=frozenset()) -> None:
     """Puts a FrozenQuantLinear in place of every linear of the blocks that is not among the `kept` modules,
-    and a QuantStack in that of experts' weights. Raises UserError, naming them, where some cannot be quantised.
-    """
+    and a QuantStack in that of experts' weights. Raises UserError, naming them, where weights cannot be
+    quantised."""
     linears = {name: m for block in blocks for name, m in block.named_modules()
                if type(m) is nn.Linear and m not in kept}
     problems = {name: quantizer.problem(m.out_features, m.in_features) for name, m in linears.items()}
@@ -508,13 +508,13 @@ def local_rows(rows: int, mesh) -> tuple[int, int]:
     return low, min(rows, low + size)
 
 
-def share(rows: int, mesh, index: int = 0, count: int = 1) -> tuple[slice, slice]:
-    """Of the `rows` rows of part `index` of `count` equal ones, one below the other: those that this rank keeps,
-    and where they lie among all that it keeps."""
-    low, high = local_rows(rows * count, mesh)
-    first = max(low, index * rows)
-    last = max(first, min(high, (index + 1) * rows))
-    return slice(first - index * rows, last - index * rows), slice(first - low, last - low)
+def share(slot: checkpoint.Slot, rows: int, mesh) -> tuple[slice, slice]:
+    """Of the `rows` rows that something of this slot has: those that this rank keeps, and where they lie in
+    its shard, in which the slots of a stack's experts follow one another."""
+    (low, high), start = local_rows(rows * slot.count, mesh), rows * (slot.expert or 0)
+    first = max(low, start)
+    last = max(first, min(high, start + rows))
+    return slice(first - start, last - start), slice(first - low, last - low)
 
 
 @torch.no_grad()
@@ -525,13 +525,13 @@ def put(parameter: nn.Parameter, rows: torch.Tensor, where: slice = slice(None))
 def put_parts(slot: checkpoint.Slot, parts: dict[str, torch.Tensor], mesh) -> None:
     """Whole parts -> this rank's rows of each."""
     for name, part in parts.items():
-        keep, where = share(len(part), mesh, slot.expert or 0, slot.count)
+        keep, where = share(slot, len(part), mesh)
         put(getattr(slot.module, name), part[keep], where)
 
 
 def put_rows(slot: checkpoint.Slot, packed: torch.Tensor, absmax: torch.Tensor, mesh) -> None:
     """Packed rows of this rank, and their statistics, whose second level is made of those of all rows."""
-    keep, where = share(slot.rows, mesh, slot.expert or 0, slot.count)
+    keep, where = share(slot, slot.rows, mesh)
     put(slot.module.weight, packed, where)
     every = absmax.new_zeros(slot.rows, absmax.shape[1])
     every[keep] = absmax
@@ -579,7 +579,7 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
         turn, name, slot = job
         if config.low_memory and not by_rows(slot) and turn % size != me:
             return None
-        keep = share(slot.rows, mesh, slot.expert or 0, slot.count)[0] if by_rows(slot) else slice(0, slot.rows)
+        keep = share(slot, slot.rows, mesh)[0] if by_rows(slot) else slice(0, slot.rows)
         each = slot.shape[0] // slot.rows  # rows of the checkpoint that are one row of the parameter
         rows = stored.rows(name, keep.start * each, keep.stop * each).to(runtime.device)
         if not slot.quantized:
@@ -589,7 +589,7 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
 
     def place(turn, slot, value):
         if not slot.quantized:
-            keep, where = share(slot.rows, mesh, slot.expert or 0, slot.count)
+            keep, where = share(slot, slot.rows, mesh)
             value = value if config.low_memory else value[keep]
             put(getattr(slot.module, slot.attribute), value, where)
         elif by_rows(slot):
@@ -689,8 +689,8 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     stored = checkpoint.Checkpoint(folder)
     experts.translate(stored, slots, module.stored_names)
     matched = stored.match(slots)
-    facts |= dict(quantized_parameters=quantized_elements(blocks), targets=targets,
-                  target_parameters=stacked, modules_to_save=trained.written_names(module, saved), flops=flops.per_token(module, blocks),
+    facts |= dict(quantized_parameters=quantized_elements(blocks), targets=targets, target_parameters=stacked,
+                  modules_to_save=trained.written_names(module, saved), flops=flops.per_token(module, blocks),
                   trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad))
     map_parameters(module, lambda p: p.to(config.numbers.trained) if p.requires_grad else p)
     use_fused_loss(module, config.label_smoothing)

@@ -237,8 +237,8 @@ class Checkpoint:
                 self.problems.append(f"{name}: stored as {dtype}; only floating-point weights are read")
 
     def define(self, name: str, pieces: list) -> None:
-        """Makes the rows of `pieces` (tensors, or matrices of stacked ones; see scripts/experts.py), one below
-        the other, readable as `name`."""
+        """Makes the rows of `pieces` (tensors, or matrices of stacked ones; scripts/experts.py), one piece
+        below the other, readable as `name`."""
         shapes = [self.shape[p.name] if p.expert is None else self.shape[p.name][1:] for p in pieces]
         if len({tuple(shape[1:]) for shape in shapes}) > 1:
             self.problems.append(f"{', '.join(p.name for p in pieces)}: have shapes {shapes}, which do not "

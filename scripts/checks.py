@@ -45,7 +45,7 @@ def train_type(config) -> list[str]:
         problems.append(f"--lora_experts goes with a LoRA train type, not with {name}"
                         + ": PEFT has no DoRA for experts' stacked weights" * (kind.adapter == "dora"))
     if config.lora_experts and config.lora_dropout:
-        problems.append("--lora_experts: PEFT cannot load experts' adapters with --lora_dropout; leave it out")
+        problems.append("--lora_experts: PEFT has no --lora_dropout for experts; leave it out")
     missing = [PACKAGES[part] for part in (kind.base, kind.adapter)
                if part in PACKAGES and importlib.util.find_spec(PACKAGES[part]) is None]
     problems += what_is_trained(config)

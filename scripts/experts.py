@@ -1,5 +1,5 @@
-"""Mixtures of experts (Shazeer et al., arXiv:1701.06538), as transformers 5 keeps them: a block's experts are
-one module, and the matrices of all of them lie stacked in 3-D parameters ("stacks"), (experts, rows, columns).
+"""Mixtures of experts (Shazeer et al., arXiv:1701.06538) as transformers 5 keeps them: a block's experts are
+one module, their matrices lie stacked in 3-D parameters ("stacks") of (experts, rows, columns).
 
 Here a stack is quantised expert by expert, trained through low-rank factors (--lora_experts, PEFT's
 target_parameters), and found in checkpoints of either layout: stacked, or a tensor per expert and projection,
@@ -58,7 +58,7 @@ def without_adapter(model: nn.Module, wanted: str) -> set[nn.Module]:
     where --lora_target_modules names one of the latter."""
     names = renamed_by_peft(model)
     if asked := sorted(names & {part.strip() for part in wanted.split(",")}):
-        raise UserError(f"--lora_target_modules {', '.join(asked)}: in a {model.config.model_type} model PEFT "
+        raise UserError(f"--lora_target_modules {', '.join(asked)}: in {model.config.model_type} models PEFT "
                         "takes these names for the experts'; --lora_experts true trains those")
     linears = {m for n, m in model.named_modules()
                if isinstance(m, nn.Linear) and n.split(".")[-1] in names}
@@ -226,7 +226,7 @@ def factors(a: torch.Tensor, b: torch.Tensor, count: int) -> tuple[torch.Tensor,
 def check(model: nn.Module, config) -> None:
     """Raises UserError for what cannot be done with a mixture of experts."""
     if config.reentrant_checkpointing and config.use_gradient_checkpointing and auxiliary_loss(model):
-        raise UserError("--reentrant_checkpointing true: keeps router logits out of the graph, and config.json "
+        raise UserError("--reentrant_checkpointing true: gives router logits no gradient, and config.json "
                         "asks for the auxiliary loss on them (output_router_logits); leave the flag out")
 
 
@@ -285,10 +285,10 @@ def whole_rows(stack: nn.Parameter, expert: int, low: int, high: int) -> torch.T
     return rows
 
 
-# -------------------------------------------------------------------------------------------------- checkpoint
+# ------------------------------------------------------------------------------------------------- checkpoint
 
 class Piece(NamedTuple):
-    """Where a model's tensor, or some rows of it, lies in a checkpoint: a tensor, or matrix `expert` of it."""
+    """Where rows of a model's tensor lie in a checkpoint: a tensor, or matrix `expert` of one."""
     name: str
     expert: int | None = None
 
@@ -341,3 +341,48 @@ def translate(stored, slots: list, names: Names) -> None:
     for name, found in parts.items():
         if len(found) == sizes[name]:
             stored.define(name, [found[number] for number in range(sizes[name])])
+
+
+# ---------------------------------------------------------------------------------------------------- merging
+
+class Stacks:
+    """The stacks of a model folder, and which of their rows each of its tensors has."""
+
+    def __init__(self, folder):
+        from scripts.checkpoint import Checkpoint, find_slots
+        from transformers import AutoConfig, AutoModelForCausalLM
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        self.stored, slots = Checkpoint(folder), find_slots(self.model)
+        translate(self.stored, slots, Names(self.model))
+        self.places: dict[str, list[tuple]] = {}  # tensor -> (stack, expert, its rows low to high, piece)
+        for name in [slot.names[0] for slot in slots if slot.expert is not None]:
+            stack, _, expert = name.rpartition(".")
+            for piece, low, high in (self.stored.spans(name) if name in self.stored.pieces else ()):
+                self.places.setdefault(piece.name, []).append((stack, int(expert), low, high, piece))
+
+    def made(self, tensor: str, matrix) -> torch.Tensor:
+        """A tensor of the files of the rows of matrix(stack, expert): (rows, columns) of the model's."""
+        rows = [matrix(stack, expert)[low:high] for stack, expert, low, high, _ in self.places[tensor]]
+        return rows[0] if self.places[tensor][0][-1].expert is None else torch.stack(rows)
+
+    def adapters(self, modules: dict, targets: list[str]) -> dict[str, dict]:
+        """{stack: its parts}, taken out of an adapter's {module: parts}, in which PEFT's wrappers are named
+        from the outermost, that of the last stack, inwards. Raises UserError where they are not there."""
+        found = {}
+        for name, experts in find(self.model).items():
+            wrapped = [f"{name}.{s}" for s in stacks(experts) if f".{name}.{s}".endswith(
+                tuple(f".{target}" for target in targets))]
+            for depth, stack in enumerate(reversed(wrapped)):
+                found[stack] = modules.pop(name + ".base_layer" * depth, {})
+        if lacking := [stack for stack, parts in found.items() if set(parts) != {"A", "B"}] or not found:
+            raise UserError(f"target_parameters of adapter_config.json without tensors in the adapter: "
+                            f"{', '.join(lacking) if found else targets}")
+        return found
+
+    def delta(self, stack: str, expert: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """B A of one expert, as the model has the matrix; from PEFT's flat factors."""
+        experts = self.model.get_submodule(stack.rpartition(".")[0])
+        first, second = factors(a, b, len(getattr(experts, stack.rpartition(".")[2])))
+        product = second[expert] @ first[expert]
+        return product.T if experts.is_transposed else product

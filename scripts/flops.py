@@ -33,8 +33,8 @@ def device_peak(device) -> float | None:
 
 def weights(block: nn.Module, config) -> list[tuple[float, bool]]:
     """(elements that a token is multiplied with, whether they are trained) of each matrix of a block:
-    linears, quantised or not, and experts in one parameter (experts, ., .), quantised or adapted, of which a token
-    meets a few."""
+    linears, quantised or not, and what lies in one parameter for all experts, of which a token meets a few.
+    """
     found = []
     for module in block.modules():
         if isinstance(module, nn.Linear):
