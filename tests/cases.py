@@ -472,3 +472,11 @@ def routed_apart(runtime: train.Runtime, folder: str, flags: dict, halves: list)
         losses.append(loss.item() / supervised)
         norms.append(norm.item())
     return dict(losses=losses, norms=norms, start=start, end=whole(model), hit=hit)
+
+
+def refused(runtime: train.Runtime, folder: str, flags: dict) -> str | None:
+    """The message with which a model is not built."""
+    try:
+        train.build(configuration(folder, **flags), Path(folder), runtime)
+    except train.UserError as error:
+        return str(error)
