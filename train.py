@@ -685,7 +685,7 @@ def build(config: Config, folder: Path, runtime: Runtime) -> Model:
     for whole in saved.values():
         whole.requires_grad_()
     trained.choose(module, config)
-    experts.check(module, config)
+    experts.check(module, config, kept)
     stored = checkpoint.Checkpoint(folder)
     experts.translate(stored, slots, module.stored_names)
     matched = stored.match(slots)

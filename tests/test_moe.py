@@ -435,6 +435,7 @@ def test_refusals(pool, models):
     for model, reason, flags in (
         ("mixtral-balanced", "--reentrant_checkpointing true: ", dict(reentrant_checkpointing=True)),
         ("qwen3-moe", "takes these names for the experts'", dict(lora_target_modules="q_proj,gate_proj")),
+        ("mixtral", "--modules_to_save mlp: experts cannot", dict(modules_to_save="mlp")),
         ("llama", "has no experts", dict(lora_experts=True)),
     ):
         (message,) = pool.run(1, "refused", models(model), flags | dict(train_type="lora"))
