@@ -227,8 +227,8 @@ def check(model: nn.Module, config, kept=frozenset()) -> None:
     """Raises UserError for what cannot be done with a mixture of experts. `kept`: modules that are trained in
     full beside an adapter."""
     if any(is_experts(module) for module in kept):
-        raise UserError(f"--modules_to_save {config.modules_to_save}: experts cannot be trained in full beside "
-                        "an adapter; use --lora_experts true, or --train_type full")
+        raise UserError(f"--modules_to_save {config.modules_to_save}: experts cannot be trained in full "
+                        "beside an adapter; use --lora_experts true, or --train_type full")
     if config.reentrant_checkpointing and config.use_gradient_checkpointing and auxiliary_loss(model):
         raise UserError("--reentrant_checkpointing true: gives router logits no gradient, and config.json "
                         "asks for the auxiliary loss on them (output_router_logits); leave the flag out")
