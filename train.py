@@ -37,9 +37,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
-from scripts import activations, adapters, checkpoint, checks, data, evaluation, flops, launcher  # noqa: E402
-from scripts import logs, loss, models, neftune, optim, places, plan, prequantized, profiling  # noqa: E402
-from scripts import state, trained, vocabulary  # noqa: E402
+from scripts import activations, adapters, checkpoint, checks, data, evaluation, experts, flops  # noqa: E402
+from scripts import launcher, logs, loss, models, neftune, optim, places, plan, prequantized  # noqa: E402
+from scripts import profiling, state, trained, vocabulary  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.models import blocks_of, is_plain  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
@@ -165,6 +165,7 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     lora_dropout: float = option(0.0, "dropout on the adapters' input", low=0)
     lora_target_modules: str = option("all", "all (every linear of the blocks), default (PEFT's choice for "
                                              "the model), or name endings such as q_proj,v_proj")
+    lora_experts: bool = option(False, "LoRA also on the experts of a mixture of experts")
     train_embeddings: bool = option(False, "train embedding and head in full beside the adapter")
     modules_to_save: str = option("", "train these in full beside the adapter: name endings, as PEFT's")
     trainable: str = option("", "full: train only what these patterns name: *norm*,layers.20-29,lm_head")
@@ -345,7 +346,7 @@ class _DequantLinear(torch.autograd.Function):
 
 class FrozenQuantLinear(nn.Linear):
     """A frozen linear whose weight is kept quantised, in uint8 parameters. An nn.Linear, so that PEFT can
-    wrap it."""
+    wrap it. For experts' stacked weights see scripts/experts.py."""
 
     def __init__(self, linear: nn.Linear, quantizer):
         nn.Module.__init__(self)
@@ -380,14 +381,16 @@ class FrozenQuantLinear(nn.Linear):
 
 def use_fused_loss(model: nn.Module, smoothing: float = 0.0) -> None:
     """model(input_ids, positions, labels) -> summed loss, with the head and the cross-entropy in one, and
-    smoothed labels in training only; without labels the logits at `positions`. `position_ids` that start
-    again in a row mark documents, which transformers keeps apart.
+    smoothed labels and balanced experts in training only; without labels the logits at `positions`.
+    `position_ids` that start again in a row mark documents, which transformers keeps apart; `real` is false
+    on padding.
 
     Only the supervised positions (flat indices, chosen on the host, so that no shape depends on a device
     value) reach the head. The head computes the loss inside its own forward: there FSDP has its weight
     gathered.
     """
     head, transform = model.get_output_embeddings(), loss.logit_transform(model.config)
+    balance = experts.auxiliary_loss(model)
     one_row = model.config._attn_implementation.startswith("flash")  # it tells documents apart in one row
 
     def head_loss(self, hidden, labels):
@@ -396,11 +399,15 @@ def use_fused_loss(model: nn.Module, smoothing: float = 0.0) -> None:
         spread = smoothing if self.training else 0.0
         return loss.chunked_cross_entropy(hidden, self.weight, self.bias, labels, transform, spread)
 
-    def forward(self, input_ids, positions, labels=None, **packed):
+    def forward(self, input_ids, positions, labels=None, real=None, **packed):
         if packed and one_row:  # flat positions stay what they are
             input_ids, packed = input_ids.view(1, -1), {name: t.view(1, -1) for name, t in packed.items()}
-        hidden = self.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
-        return head(hidden.flatten(0, 1).index_select(0, positions), labels)
+        balanced = balance and self.training
+        if balance:
+            packed["output_router_logits"] = balanced
+        out = self.base_model(input_ids=input_ids, use_cache=False, **packed)
+        summed = head(out.last_hidden_state.flatten(0, 1).index_select(0, positions), labels)
+        return summed + len(positions) * balance(out.router_logits, real) if balanced else summed
     head.forward = types.MethodType(head_loss, head)
     model.forward = types.MethodType(forward, model)
 
@@ -428,11 +435,13 @@ def empty_model(folder: Path, dtype: torch.dtype, attention: str = "auto", rope_
 
 
 def quantize_linears(blocks: list[nn.Module], quantizer, kept=frozenset()) -> None:
-    """Puts a FrozenQuantLinear in place of every linear of the blocks that is not among the `kept` modules.
-    Raises UserError, naming them, where weights cannot be quantised."""
+    """Puts a FrozenQuantLinear in place of every linear of the blocks that is not among the `kept` modules,
+    and a QuantStack in that of experts' weights. Raises UserError, naming them, where weights cannot be
+    quantised."""
     linears = {name: m for block in blocks for name, m in block.named_modules()
                if is_plain(type(m)) and m not in kept}
     problems = {name: quantizer.problem(m.out_features, m.in_features) for name, m in linears.items()}
+    problems |= experts.quantize(blocks, quantizer, kept)
     if refused := {name: why for name, why in problems.items() if why}:
         raise UserError(f"cannot quantise {', '.join(refused)}: {next(iter(refused.values()))}; a plain base "
                         f"(--train_type lora) has no such limit")
@@ -449,7 +458,8 @@ def quantize_linears(blocks: list[nn.Module], quantizer, kept=frozenset()) -> No
 
 
 def quantized_elements(module: nn.Module) -> int:
-    return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, FrozenQuantLinear))
+    return sum(m.in_features * m.out_features * getattr(m, "count", 1) for m in module.modules()
+               if hasattr(m, "quantizer"))
 
 
 @torch.no_grad()
@@ -480,7 +490,7 @@ def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list
     units: list = []
     for block in blocks:
         if config.wrap_policy == "decoder_attention_mlp":
-            units += [c for c in block.children() if any(isinstance(m, nn.Linear) for m in c.modules())]
+            units += [c for c in block.children() if any(p.ndim > 1 for p in c.parameters())]
         units.append(block)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # tied ones must share a unit, the root
@@ -505,43 +515,44 @@ def local_rows(rows: int, mesh) -> tuple[int, int]:
     return low, min(rows, low + size)
 
 
+def share(slot: checkpoint.Slot, rows: int, mesh) -> tuple[slice, slice]:
+    """Of the `rows` rows that something of this slot has: those that this rank keeps, and where they lie in
+    its shard, in which the slots of a stack's experts follow one another."""
+    (low, high), start = local_rows(rows * slot.count, mesh), rows * (slot.expert or 0)
+    first = max(low, start)
+    last = max(first, min(high, start + rows))
+    return slice(first - start, last - start), slice(first - low, last - low)
+
+
 @torch.no_grad()
-def put(parameter: nn.Parameter, rows: torch.Tensor) -> None:
-    parameter.to_local().copy_(rows)
+def put(parameter: nn.Parameter, rows: torch.Tensor, where: slice = slice(None)) -> None:
+    parameter.to_local()[where].copy_(rows)
 
 
-def gather_rows(local: torch.Tensor, rows: int, mesh) -> torch.Tensor:
-    """This rank's rows -> all rows, on every rank of the shard group. Rank blocks are padded to equal size on
-    the way."""
-    size = -(-rows // mesh["shard"].size())
-    padded = local.new_zeros(size, local.shape[1])
-    padded[:len(local)] = local
-    out = local.new_empty(size * mesh["shard"].size(), local.shape[1])
-    dist.all_gather_single(out, padded, group=mesh["shard"].get_group())
-    return out[:rows]
-
-
-def put_parts(module: FrozenQuantLinear, parts: dict[str, torch.Tensor], mesh) -> None:
+def put_parts(slot: checkpoint.Slot, parts: dict[str, torch.Tensor], mesh) -> None:
     """Whole parts -> this rank's rows of each."""
     for name, part in parts.items():
-        low, high = local_rows(len(part), mesh)
-        put(getattr(module, name), part[low:high])
+        keep, where = share(slot, len(part), mesh)
+        put(getattr(slot.module, name), part[keep], where)
 
 
-def put_rows(module: FrozenQuantLinear, packed: torch.Tensor, absmax: torch.Tensor, mesh) -> None:
+def put_rows(slot: checkpoint.Slot, packed: torch.Tensor, absmax: torch.Tensor, mesh) -> None:
     """Packed rows of this rank, and their statistics, whose second level is made of those of all rows."""
-    put(module.weight, packed)
-    absmax = gather_rows(absmax, module.out_features, mesh)
-    put_parts(module, module.quantizer.quantize_statistics(absmax), mesh)
+    keep, where = share(slot, slot.rows, mesh)
+    put(slot.module.weight, packed, where)
+    every = absmax.new_zeros(slot.rows, absmax.shape[1])
+    every[keep] = absmax
+    dist.all_reduce(every, group=mesh["shard"].get_group())  # each row is one rank's: sums with zeros, exact
+    put_parts(slot, slot.module.quantizer.quantize_statistics(every), mesh)
 
 
-def put_broadcast(module: FrozenQuantLinear, parts: dict | None, owner: int, device, mesh) -> None:
+def put_broadcast(slot: checkpoint.Slot, parts: dict | None, owner: int, device, mesh) -> None:
     """Whole parts on rank `owner` of the shard group (None elsewhere) -> each rank's rows."""
     group = mesh["shard"].get_group()
-    for name, shape in module.quantizer.shapes(module.out_features, module.in_features).items():
+    for name, shape in slot.module.quantizer.shapes(*slot.shape).items():
         part = parts[name] if parts else torch.empty(shape, dtype=torch.uint8, device=device)
         dist.broadcast(part, dist.get_global_rank(group, owner), group=group)
-        put_parts(module, {name: part}, mesh)
+        put_parts(slot, {name: part}, mesh)
 
 
 def prefetch(jobs, work: Callable, workers: int):
@@ -578,27 +589,28 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
             return None
         if kept := slot.quantized and stored.part_rows(name, slot.module.quantizer, limits):
             return kept
-        low, high = limits(slot.shape[0]) if by_rows(slot) else (0, slot.shape[0])
-        rows = stored.rows(name, low, high).to(runtime.device)
+        keep = share(slot, slot.rows, mesh)[0] if by_rows(slot) else slice(0, slot.rows)
+        each = slot.shape[0] // slot.rows  # rows of the checkpoint that are one row of the parameter
+        rows = stored.rows(name, keep.start * each, keep.stop * each).to(runtime.device)
         if not slot.quantized:
-            return rows
+            return rows.view(keep.stop - keep.start, *getattr(slot.module, slot.attribute).shape[1:])
         quantizer = slot.module.quantizer
         return quantizer.quantize_rows(rows) if by_rows(slot) else quantizer.quantize(rows)
 
     def place(turn, slot, value):
-        module, parameter = slot.module, getattr(slot.module, slot.attribute)
         if not slot.quantized:
-            low, high = (0, None) if config.low_memory else local_rows(slot.shape[0], mesh)
-            put(parameter, value[low:high])
+            keep, where = share(slot, slot.rows, mesh)
+            value = value if config.low_memory else value[keep]
+            put(getattr(slot.module, slot.attribute), value, where)
         elif isinstance(value, checkpoint.PartRows):
             for name, rows in value.items():
-                put(getattr(module, name), rows)
+                put(getattr(slot.module, name), rows)
         elif by_rows(slot):
-            put_rows(module, *value, mesh)
+            put_rows(slot, *value, mesh)
         elif config.low_memory:
-            put_broadcast(module, value, turn % size, runtime.device, mesh)
+            put_broadcast(slot, value, turn % size, runtime.device, mesh)
         else:
-            put_parts(module, value, mesh)
+            put_parts(slot, value, mesh)
 
     files = list(dict.fromkeys(stored.file[name] for name in matched))
     for number, file in enumerate(files, 1):
@@ -676,10 +688,11 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
                  parameters=sum(p.numel() for p in module.parameters()), quantizer=None, bits=None)
     saved = trained.find_saved(module, config)
     kept = {part for whole in saved.values() for part in whole.modules()}
+    module.stored_names, stacked = experts.Names(module), []
     if kind.base != "plain":
         quantizer = stored.quantizer(QUANTIZERS[kind.base], config)
         old = [block for number, block in enumerate(blocks) if number not in new]
-        quantize_linears(old, quantizer, kept | stored.kept_plain(module))
+        quantize_linears(old, quantizer, kept | stored.kept_plain(module) | experts.routers(module))
         facts |= dict(quantizer=quantizer.recipe, bits=quantizer.bits)
     quantized, old = quantized_elements(blocks), [b for n, b in enumerate(blocks) if n not in new]
     facts |= dict(quantized_parameters=quantized, structure=models.structure(module, old, quantized),
@@ -690,14 +703,18 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
     for number in new:
         blocks[number].requires_grad_()
     if kind.adapter:
-        targets = adapters.find_targets(module, blocks, config.lora_target_modules, kept)
-        adapters.ADAPTERS[kind.adapter](module, config, targets, kept)
+        bare = experts.without_adapter(module, config.lora_target_modules)
+        targets = adapters.find_targets(module, blocks, config.lora_target_modules, kept, bare)
+        adapters.ADAPTERS[kind.adapter](module, config, targets, kept | bare)
+        stacked = experts.attach(module, config, kept) if config.lora_experts else []
     for whole in saved.values():
         whole.requires_grad_()
     trained.choose(module, config)
+    experts.check(module, config, kept)
+    experts.translate(stored, slots, module.stored_names)
     matched = stored.match(slots)
-    facts |= dict(targets=targets, flops=flops.per_token(module, blocks), notes=stored.notes(),
-                  modules_to_save=trained.written_names(module, saved),
+    facts |= dict(targets=targets, target_parameters=stacked, flops=flops.per_token(module, blocks),
+                  notes=stored.notes(), modules_to_save=trained.written_names(module, saved),
                   trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad))
     map_parameters(module, lambda p: p.to(config.numbers.trained) if p.requires_grad else p)
     use_fused_loss(module, config.label_smoothing)
@@ -807,7 +824,8 @@ def save(model: Model, config: Config, source: Path, tokenizer, runtime: Runtime
     if adapter:
         base = config.model_name if checkpoint.is_hub_id(config.model_name or ".") else str(source.resolve())
         saved, tied = model.facts["modules_to_save"], len(named) > len(model.trained())
-        adapters.lora_config(config, sorted(model.targets), base, saved, tied).save_pretrained(folder)
+        adapters.lora_config(config, sorted(model.targets), base, saved, tied,
+                             model.facts["target_parameters"]).save_pretrained(folder)
     elif not config.type.new_blocks:
         hf = model.module.config
         hf.use_cache, hf.dtype = True, config.numbers.trained

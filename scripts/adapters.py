@@ -9,13 +9,14 @@ import torch.nn as nn
 from scripts.flags import UserError
 
 
-def find_targets(model: nn.Module, blocks: nn.ModuleList, wanted: str, kept=frozenset()) -> list[str]:
+def find_targets(model: nn.Module, blocks: nn.ModuleList, wanted: str, kept=frozenset(),
+                 bare=frozenset()) -> list[str]:
     """Name endings of the linears that get an adapter: `all` of the blocks, PEFT's `default`, or a list of
-    endings; never one of the `kept` modules, which are trained in full. Raises UserError where one matches
-    nothing."""
+    endings; never one of the `kept` modules, which are trained in full, or of the `bare` ones. Raises
+    UserError where one matches nothing."""
     linears, full = {}, {}
     for name, module in blocks.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module not in bare:
             (full if module in kept else linears)[name.split(".")[-1]] = None
     linears, full = list(linears), [name for name in full if name not in linears]
     if not linears and not full:
@@ -31,7 +32,7 @@ def find_targets(model: nn.Module, blocks: nn.ModuleList, wanted: str, kept=froz
         kind = model.config.model_type
         if kind not in defaults:
             raise UserError(f"--lora_target_modules default: PEFT has none for {kind}; use all")
-        return [name for name in defaults[kind] if name not in full]
+        return [name for name in defaults[kind] if name in linears]
     names = [name.strip() for name in wanted.split(",")]
     if both := [name for name in names if name in full]:
         raise UserError(f"--lora_target_modules {wanted}: {', '.join(both)} is trained in full already, by "
@@ -42,13 +43,16 @@ def find_targets(model: nn.Module, blocks: nn.ModuleList, wanted: str, kept=froz
     return names
 
 
-def lora_config(config, targets: list[str], base: str | None = None, saved: list[str] = (), tied=False):
+def lora_config(config, targets: list[str], base: str | None = None, saved: list[str] = (), tied=False,
+                parameters: list[str] = ()):
     """PEFT's description of the adapter: what it is attached with, and what is saved beside its weights.
-    `saved`: modules trained in full; `tied`: embedding and head among them are one."""
+    `saved`: modules trained in full; `tied`: embedding and head among them are one; `parameters`: endings of
+    experts' stacked weights."""
     from peft import LoraConfig
     return LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
                       use_dora=config.type.adapter == "dora", use_rslora=config.use_rslora,
                       target_modules=targets, task_type="CAUSAL_LM", base_model_name_or_path=base,
+                      target_parameters=list(parameters) or None,
                       modules_to_save=list(saved) or None, ensure_weight_tying=tied)
 
 

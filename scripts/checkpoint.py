@@ -192,17 +192,24 @@ class Slot:
     names: list[str]  # more than one where parameters are tied
     module: object
     attribute: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of a stack (scripts/experts.py) one expert's matrix
+    expert: int | None = None
+    count: int = 1  # experts
 
     @property
     def quantized(self) -> bool:
         return self.attribute == "weight" and hasattr(self.module, "quantizer")
 
+    @property
+    def rows(self) -> int:
+        """Rows of the parameter that this is: of a plain stack, whose rows are experts, one."""
+        return 1 if self.expert is not None and not self.quantized else self.shape[0]
+
 
 def find_slots(model) -> list[Slot]:
     """A slot for each base parameter. Called before adapters are attached: they rename modules, but keep the
     objects."""
-    slots: dict[object, Slot] = {}
+    slots: dict[tuple, Slot] = {}
     for prefix, module in model.named_modules():
         quantized = hasattr(module, "quantizer")
         for name, parameter in module._parameters.items():
@@ -210,8 +217,15 @@ def find_slots(model) -> list[Slot]:
                 continue
             packed = quantized and name == "weight"
             shape = (module.out_features, module.in_features) if packed else tuple(parameter.shape)
-            slot = slots.setdefault(parameter, Slot([], module, name, shape))
-            slot.names.append(f"{prefix}.{name}".lstrip("."))
+            whole, count = f"{prefix}.{name}".lstrip("."), None
+            if packed and hasattr(module, "count"):
+                whole, count = prefix, module.count
+            elif parameter.ndim == 3 and hasattr(module, "is_transposed"):
+                count, *shape = shape
+            for expert in (None,) if count is None else range(count):
+                slot = Slot([], module, name, tuple(shape), expert, count or 1)
+                slot = slots.setdefault((parameter, expert), slot)
+                slot.names.append(whole if expert is None else f"{whole}.{expert}")
     return list(slots.values())
 
 
@@ -244,6 +258,8 @@ class Checkpoint:
         self.hidden: dict[str, str] = {}  # tensors that belong to others -> their files
         self.rows_before: dict[str, int] = {}  # of tensors that got more rows
         self.means: dict = {}
+        self.pieces: dict[str, list] = {}  # name under which `define` made something else readable -> what
+        self.misfits: list[str] = []  # what `define` found wrong, for people
         self.handles: dict = {}
         self.renaming, self.stored_as = renaming(folder), {}  # {name: name in the file}
         for file in weight_files(folder, stem):
@@ -255,8 +271,9 @@ class Checkpoint:
     @property
     def problems(self) -> list[str]:
         """Unreadable files, and tensors that are no plain weights."""
-        return self.unreadable + [f"{name}: stored as {dtype}; only floating-point weights are read"
-                                  for name, dtype in self.dtype.items() if dtype not in FLOATS]
+        return self.unreadable + self.misfits + [
+            f"{name}: stored as {dtype}; only floating-point weights are read"
+            for name, dtype in self.dtype.items() if dtype not in FLOATS]
 
     def _handle(self, file: str):
         from safetensors import safe_open
@@ -310,17 +327,59 @@ class Checkpoint:
             self.means[name] = (total / rows).to(dtype)
         return self.means[name]
 
+    def define(self, name: str, pieces: list) -> None:
+        """Makes the rows of `pieces` (tensors, or matrices of stacked ones; scripts/experts.py), one piece
+        below the other, readable as `name`."""
+        shapes = [self.shape[p.name] if p.expert is None else self.shape[p.name][1:] for p in pieces]
+        if len({tuple(shape[1:]) for shape in shapes}) > 1:
+            self.misfits.append(f"{', '.join(p.name for p in pieces)}: have shapes {shapes}, which do not "
+                                 "go below one another")
+        self.pieces[name] = pieces
+        self.shape[name] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        self.file[name], self.dtype[name] = self.file[pieces[0].name], self.dtype[pieces[0].name]
+
     def rows(self, name: str, low: int, high: int):
         """Rows [low, high) of a tensor, in the checkpoint's dtype."""
         import torch
         if low >= high:
             return torch.empty(0, *self.shape[name][1:])
+        if name in self.pieces:
+            return torch.cat([self._rows(p, *span) for p, *span in self._within(name, low, high)])
         before = self.rows_before.get(name, high)
         found = self.read(name, low, min(high, before)) if low < before else None
         if high <= before:
             return found
         new = self.mean(name).repeat(high - max(low, before), *[1] * (len(self.shape[name]) - 1))
         return new if found is None else torch.cat([found, new])
+
+    def spans(self, name: str) -> Iterator[tuple]:
+        """(piece, low, high): which rows of a defined name are each piece's."""
+        low = 0
+        for piece in self.pieces[name]:
+            high = low + self.shape[piece.name][0 if piece.expert is None else 1]
+            yield piece, low, high
+            low = high
+
+    def _within(self, name: str, low: int, high: int) -> Iterator[tuple]:
+        """(piece, low, high): rows of pieces that together are rows [low, high) of a defined name."""
+        for piece, first, last in self.spans(name):
+            if max(low, first) < min(high, last):
+                yield piece, max(low, first) - first, min(high, last) - first
+
+    def names_of(self, name: str) -> list[str]:
+        """The tensors in the files that a name stands for."""
+        return [piece.name for piece in self.pieces[name]] if name in self.pieces else [name]
+
+    def _rows(self, piece, low: int, high: int):
+        if piece.expert is None:
+            return self.rows(piece.name, low, high)
+        return self.read_matrix(piece.name, piece.expert, low, high)
+
+    def read_matrix(self, name: str, index: int, low: int, high: int):
+        """Rows of one matrix of a stack of them."""
+        found = self._handle(self.file[name]).get_slice(self.stored_as[name])[index, low:high]
+        self.bytes_read += found.numel() * found.element_size()
+        return found
 
     def tensor(self, name: str):
         """A whole tensor, in the checkpoint's dtype."""
@@ -355,6 +414,7 @@ class Checkpoint:
             else:
                 matched[name] = slot
         known = {name for slot in slots for name in slot.names}
+        known |= {piece.name for name in matched for piece in self.pieces.get(name, ())}
         problems += [f"{name}: not in the model" for name in self.shape
                      if name not in known and not COMPUTED.search(name)]
         if problems:

@@ -49,6 +49,11 @@ def train_type(config) -> list[str]:
         problems.append(f"--n_bits goes with an hqq train type, not with {name}")
     if config.n_bits not in (None, 8, 4, 3, 2):
         problems.append(f"--n_bits {config.n_bits}: choose from 8, 4, 3, 2")
+    if config.lora_experts and kind.adapter not in ("peft", "custom"):
+        problems.append(f"--lora_experts goes with a LoRA train type, not with {name}"
+                        + ": PEFT has no DoRA for experts' stacked weights" * (kind.adapter == "dora"))
+    if config.lora_experts and config.lora_dropout:
+        problems.append("--lora_experts: PEFT has no --lora_dropout for experts; leave it out")
     missing = [PACKAGES[part] for part in (kind.base, kind.adapter)
                if part in PACKAGES and importlib.util.find_spec(PACKAGES[part]) is None]
     problems += what_is_trained(config)

@@ -33,18 +33,27 @@ def device_peak(device) -> float | None:
 
 def weights(block: nn.Module, config) -> list[tuple[float, bool]]:
     """(elements that a token is multiplied with, whether they are trained) of each matrix of a block:
-    linears, quantised or not, and experts in one parameter (experts, ., .), of which a token meets a few."""
+    linears, quantised or not, and what lies in one parameter for all experts, of which a token meets a few.
+    """
     found = []
     for module in block.modules():
         if isinstance(module, nn.Linear):
             trained = any(p.requires_grad and p.ndim > 1 for p in module.parameters(recurse=False))
             found.append((module.in_features * module.out_features, trained))
             continue
-        for parameter in module.parameters(recurse=False):
-            if parameter.ndim == 3:
-                met = getattr(config, "num_experts_per_tok", None) or len(parameter)
-                found.append((parameter.numel() * met / len(parameter), parameter.requires_grad))
+        for elements, experts, trained in stacked(module):
+            met = getattr(config, "num_experts_per_tok", None) or experts
+            found.append((elements * met / experts, trained))
     return found
+
+
+def stacked(module: nn.Module) -> list[tuple[int, int, bool]]:
+    """(elements, experts, whether they are trained) of what lies directly in a module for several experts."""
+    if hasattr(module, "count") and hasattr(module, "quantizer"):
+        return [(module.count * module.in_features * module.out_features, module.count, False)]
+    if hasattr(module, "count") and hasattr(module, "lora_A"):
+        return [(p.numel(), module.count, True) for p in (module.lora_A.weight, module.lora_B.weight)]
+    return [(p.numel(), len(p), p.requires_grad) for p in module.parameters(recurse=False) if p.ndim == 3]
 
 
 def per_token(model: nn.Module, blocks) -> dict[str, float]:

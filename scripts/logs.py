@@ -353,7 +353,8 @@ def introduce(config, facts: dict, folder: Path, held, runtime, total: int) -> N
                  f"{facts['parameters'] / 1e6:.1f} M parameters{stored}")
     for note in facts["notes"]:
         say("note", note)
-    on = f", rank {config.lora_rank} on {', '.join(facts['targets'])}" if facts["targets"] else ""
+    targets = facts["targets"] + facts["target_parameters"]
+    on = f", rank {config.lora_rank} on {', '.join(targets)}" if targets else ""
     on += f"; {', '.join(facts['modules_to_save'])} in full" if facts["modules_to_save"] else ""
     part = trained / facts["parameters"]
     say("train", f"{config.train_type}: {trained / 1e6:.2f} M parameters ({part:.2%}){on}")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Callable
 
@@ -31,7 +31,7 @@ MERGE_BASES = ("original", "dequantized")
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # Options of adapter_config.json under which an adapter is more, or something else, than W + s B A.
 UNSUPPORTED = ("rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias",
-               "layer_replication", "target_parameters", "trainable_token_indices", "use_qalora",
+               "layer_replication", "trainable_token_indices", "use_qalora",
                "alora_invocation_tokens", "use_bdlora", "velora_config", "arrow_config", "kasa_config",
                "monteclora_config")
 # Heads and embeddings, which may be tied.
@@ -51,6 +51,13 @@ class Base:
     def blocks(self) -> list[dict[str, str]]:
         """The decoder blocks: {name inside the block: whole name} each."""
         return find_blocks(self.stored.file, layer_count(self.config.get("text_config") or self.config)[1])[1]
+
+    @cached_property
+    def stacks(self):
+        """Stacked weights of experts; None where the configuration speaks of no experts."""
+        from scripts.experts import Stacks
+        with quiet():
+            return Stacks(self.folder) if any("expert" in key for key in self.config) else None
 
 
 @dataclass
@@ -161,6 +168,17 @@ def merge_linear(adapter: Checkpoint, parts: dict[str, str], scaling: float, wei
     return weight
 
 
+def merge_experts(adapter: Checkpoint, base: Base, found: dict, scaling: float) -> dict[str, Callable]:
+    """{tensor of the base: function} for stacked experts' weights with an adapter: each W + s B A."""
+    def merged(tensor: str, weight):
+        def delta(stack: str, expert: int):
+            parts = (adapter.tensor(found[stack][part]).to(weight.dtype) for part in "AB")
+            return base.stacks.delta(stack, expert, *parts)
+        return weight + scaling * base.stacks.made(tensor, delta)
+    return {tensor: partial(merged, tensor) for tensor, places in base.stacks.places.items()
+            if places[0][0] in found}
+
+
 # -------------------------------------------------------------------------- modules that were trained in full
 
 def tied_names(folder: Path) -> list[list[str]]:
@@ -245,7 +263,10 @@ def read_adapter(folder: Path, run: dict | None, base: Base) -> Change:
     check_config(config, run, file)
     ties = tied_names(base.folder) if config.get("modules_to_save") else []
     saved = read_saved(adapter, config, base, ties)
-    modules = read_modules(adapter, saved)
+    modules, targets = read_modules(adapter, saved), config.get("target_parameters")
+    if targets and not base.stacks:
+        raise UserError(f"{file}: target_parameters {targets}: the base has no experts")
+    stacked = base.stacks.adapters(modules, targets) if targets else {}
     check_modules(modules, adapter, base.stored, config)
     check_targets({*modules, *(name.rpartition(".")[0] for name in saved)}, base, config)
     check_tied(modules, base)
@@ -253,10 +274,12 @@ def read_adapter(folder: Path, run: dict | None, base: Base) -> Change:
     facts = dict(kind="dora" if config.get("use_dora") else "lora", r=config["r"],
                  lora_alpha=config["lora_alpha"], use_rslora=bool(config.get("use_rslora")), scaling=scaling,
                  targets=sorted({module.split(".")[-1] for module in modules}), linears=len(modules),
+                 stacks=len(stacked),
                  modules_to_save=sorted({name.rpartition(".")[0] for name in saved}))
     change = exchange(saved, adapter, base, ties)
     change.functions |= {f"{module}.weight": partial(merge_linear, adapter, parts, scaling)
                          for module, parts in modules.items()}
+    change.functions |= merge_experts(adapter, base, stacked, scaling) if stacked else {}
     change.facts |= facts
     return change
 
@@ -319,9 +342,11 @@ def find_recipe(run: dict | None, folder: Path) -> dict:
 def quantized_names(base: Base) -> set[str]:
     """The weights that a run quantises: of the blocks' linears, without MoE routers. (And without Llama-Pro's
     new blocks; but what is trained there takes the place of the base's whole tensor.)"""
-    return {name for block in base.blocks() for inner, name in block.items()
-            if name.endswith(".weight") and len(base.stored.shape[name]) == 2
-            and not NEVER_QUANTIZED.search(inner.split(".")[-2])}
+    experts = set(base.stacks.places) if base.stacks else set()
+    linears = {name for block in base.blocks() for inner, name in block.items()
+               if name.endswith(".weight") and len(base.stored.shape[name]) == 2
+               and not NEVER_QUANTIZED.search(inner.split(".")[-2])}
+    return linears | experts
 
 
 # --------------------------------------------------------------------------------------------------- merging
@@ -373,7 +398,11 @@ def merged_tensor(base: Base, name: str, function: Callable | None, recipe: dict
     tensor = base.stored.tensor(name)
     if recipe is None and function is None and dtype == base.stored.dtype[name]:
         return tensor
-    wide = dequantized(tensor, recipe) if recipe else tensor
+    if recipe and base.stacks and name in base.stacks.places:  # an expert's matrix is quantised as one
+        reader = base.stacks.stored
+        wide = base.stacks.made(name, lambda s, e: dequantized(reader.tensor(f"{s}.{e}"), recipe))
+    else:
+        wide = dequantized(tensor, recipe) if recipe else tensor
     wide = wide.to(torch.promote_types(tensor.dtype, torch.float32))
     done = (function(wide) if function else wide).to(getattr(torch, dtype))
     if not done.isfinite().all() and tensor.isfinite().all():

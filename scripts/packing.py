@@ -115,13 +115,14 @@ def pad_id(tokenizer) -> int:
 
 
 def collate(samples: list[Sample], pad_id: int) -> dict:
-    """`input_ids` and `targets`, int64 of (rows, longest), padded on the right; targets are shifted labels.
+    """`input_ids` and `targets`, int64 of (rows, longest), padded on the right; targets are shifted labels,
+    `real` (bool) is false on padding.
 
     `targets[:, t]` is what position t must predict, the label of token t + 1, or -100. No samples give one
     row of two masked tokens, with which a rank that ran out of data still takes part in the collectives.
     """
     batch = collate_packed([[sample] for sample in samples], pad_id)
-    return {name: batch[name] for name in ("input_ids", "targets")}
+    return {name: batch[name] for name in ("input_ids", "targets", "real")}
 
 
 def collate_packed(rows: list[list[Sample]], pad_id: int) -> dict:
@@ -134,7 +135,7 @@ def collate_packed(rows: list[list[Sample]], pad_id: int) -> dict:
     import torch
     rows = rows or [[Sample([pad_id, pad_id], [IGNORE, IGNORE])]]
     longest = max(sum(len(sample.ids) for sample in row) for row in rows)
-    batch = {"input_ids": [], "targets": [], "position_ids": []}
+    batch = {"input_ids": [], "targets": [], "position_ids": [], "real": []}
     for row in rows:
         padding = longest - sum(len(sample.ids) for sample in row)
         batch["input_ids"].append([i for sample in row for i in sample.ids] + [pad_id] * padding)
@@ -142,6 +143,7 @@ def collate_packed(rows: list[list[Sample]], pad_id: int) -> dict:
         batch["targets"].append(targets + [IGNORE] * padding)
         sizes = [*(len(sample.ids) for sample in row), padding]
         batch["position_ids"].append([t for size in sizes for t in range(size)])
+        batch["real"].append([True] * (longest - padding) + [False] * padding)
     return {name: torch.tensor(values) for name, values in batch.items()}
 
 

@@ -305,7 +305,7 @@ class NoWeights(Checkpoint):
     """All that a model wants, in bf16, and nothing on disk."""
 
     def __init__(self):
-        self.bytes_read, self.rows_before = 0, {}
+        self.bytes_read, self.rows_before, self.shape, self.pieces = 0, {}, {}, {}
 
     def match(self, slots) -> dict:
         self.file, found = {}, {slot.names[0]: slot for slot in slots}

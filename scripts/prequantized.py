@@ -45,6 +45,11 @@ class Dequantized(Checkpoint):
     def read(self, name: str, low: int, high: int):
         return self.dequantize(name, low, high) if name in self.packed else self.stored(name, low, high)
 
+    def read_matrix(self, name: str, index: int, low: int, high: int):
+        if name in self.packed:
+            return self.dequantize(name, index, index + 1)[0, low:high]
+        return super().read_matrix(name, index, low, high)
+
 
 # -------------------------------------------------------------------------------- bitsandbytes, 4 and 8 bits
 

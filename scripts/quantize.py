@@ -52,9 +52,9 @@ class NF4:
     def quantize_rows(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(r, columns) -> packed (r, columns/2) uint8 and absmax (r, columns/64) fp32, of these rows alone.
         """
-        ops, weight = torch.ops.bitsandbytes, weight.contiguous()
+        ops, weight, (rows, columns) = torch.ops.bitsandbytes, weight.contiguous(), weight.shape
         packed, absmax = ops.quantize_4bit(weight, self.block, self.name, torch.uint8)
-        return packed.view(len(weight), -1), absmax.view(len(weight), -1)
+        return packed.view(rows, columns // 2), absmax.view(rows, columns // self.block)
 
     def quantize_statistics(self, absmax: torch.Tensor) -> dict[str, torch.Tensor]:
         """The second level, over the absmax of the whole weight: its mean, and 8-bit blocks of 256 across

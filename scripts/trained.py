@@ -1,14 +1,15 @@
 """What is trained: parameters of a full run by name patterns (--trainable, --freeze), modules in full beside
 an adapter (--train_embeddings, --modules_to_save), and what a result's files hold of them."""
 import fnmatch
+import functools
 import re
 from pathlib import Path
 from typing import Iterable
 
 import torch.nn as nn
 
-from scripts import adapters
-from scripts.checkpoint import Entry
+from scripts import adapters, experts
+from scripts.checkpoint import Entry, find_slots
 from scripts.flags import UserError, closest
 from scripts.prequantized import open_weights
 
@@ -133,21 +134,30 @@ def written_names(model: nn.Module, saved: Iterable[str]) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------------ files
 
-def whole_model(module: nn.Module, source: Path, dtype, main: bool) -> dict:
+def as_stored(module: nn.Module, source: Path, dtype, main: bool, frozen: bool = True) -> dict:
     """{name: trained parameter, or Entry of a frozen one}, read from the base again: in memory it may be
-    rounded. All in `dtype`; only the `main` rank reads."""
-    stored, named, names = open_weights(source), {}, {}
-    for name, parameter in all_names(module).items():
-        names.setdefault(parameter, []).append(name)
+    rounded. All in `dtype`; only the `main` rank reads. Names and shapes are those of the base's files: of
+    experts, the layout that the base has. `frozen` false leaves frozen ones out."""
+    stored, named, slots = open_weights(source), {}, find_slots(module)
+    experts.translate(stored, slots, module.stored_names)
+    title = str(dtype).removeprefix("torch.")
 
     def entry(name: str) -> Entry:
         make = (lambda: stored.tensor(name).to(dtype)) if main else (lambda: None)
-        return Entry(str(dtype).removeprefix("torch."), stored.shape[name], make)
-    for parameter, known in names.items():
-        known_there = next((name for name in known if name in stored.shape), None)
-        name = stored.stored_as.get(known[0], known[0])
-        named[name] = parameter if parameter.requires_grad else entry(known_there)
-    return named
+        return Entry(title, stored.shape[name], make)
+    for slot in slots:
+        parameter = getattr(slot.module, slot.attribute)
+        there = next(name for name in slot.names if name in stored.shape)
+        if not parameter.requires_grad:
+            named |= {name: entry(name) for name in stored.names_of(there) if frozen}
+        elif slot.expert is None or stored.pieces[there][0].expert is not None:
+            whole = slot.names[0] if there not in stored.pieces else stored.pieces[there][0].name
+            named[whole] = parameter
+        else:
+            for piece, low, high in stored.spans(there):
+                make = functools.partial(experts.whole_rows, parameter, slot.expert, low, high)
+                named[piece.name] = Entry(title, stored.shape[piece.name], make)
+    return {stored.stored_as.get(name, name): value for name, value in named.items()}
 
 
 def contents(module: nn.Module, config, source: Path, main: bool) -> dict:
@@ -156,5 +166,5 @@ def contents(module: nn.Module, config, source: Path, main: bool) -> dict:
     if config.type.adapter:
         return {adapters.saved_name(name): p for name, p in all_names(module).items() if p.requires_grad}
     if config.type.new_blocks:
-        return {name: p for name, p in module.named_parameters() if p.requires_grad}
-    return whole_model(module, source, config.numbers.trained, main)
+        return as_stored(module, source, config.numbers.trained, main, frozen=False)
+    return as_stored(module, source, config.numbers.trained, main)

@@ -511,3 +511,31 @@ def long_step(runtime: train.Runtime, folder: str, flags: dict, length: int) -> 
     finally:
         loss_module.LOGITS_PER_CHUNK = kept
     return dict(between=between, most=seen.most, largest=seen.largest)
+
+
+def routed_apart(runtime: train.Runtime, folder: str, flags: dict, halves: list) -> dict:
+    """Two steps in which each rank has one of the `halves`, or one process both in turn; and the experts that
+    this rank's tokens went to."""
+    config, hit = configuration(folder, **flags), set()
+    model = train.build(config, Path(folder), runtime)
+    for router in (m for m in model.module.modules() if type(m).__name__.endswith("TopKRouter")):
+        router.register_forward_hook(lambda module, args, out: hit.update(out[2].flatten().tolist()))
+    training = train.make_training(model, config, runtime, 2)
+    mine = halves if runtime.world == 1 else [halves[runtime.rank]]
+    supervised = sum(label != -100 for half in halves for s in half for label in s.labels[1:])
+    start, losses, norms = whole(model), [], []
+    for _ in range(2):
+        batches = [data.arguments(data.collate(half, 1), runtime.device)[0] for half in mine]
+        loss, norm = train.train_step(training, batches, supervised)
+        dist.all_reduce(loss)
+        losses.append(loss.item() / supervised)
+        norms.append(norm.item())
+    return dict(losses=losses, norms=norms, start=start, end=whole(model), hit=hit)
+
+
+def refused(runtime: train.Runtime, folder: str, flags: dict) -> str | None:
+    """The message with which a model is not built."""
+    try:
+        train.build(configuration(folder, **flags), Path(folder), runtime)
+    except train.UserError as error:
+        return str(error)

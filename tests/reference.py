@@ -43,7 +43,8 @@ def plain_base(folder: str, base: str, new_blocks: list[int], plain: tuple = ())
         llm_int8_skip_modules=kept,
     )
     extra = dict(quantization_config=nf4) if base == "nf4" else {}
-    attention = "eager" if config.model_type == "gemma2" else "sdpa"  # SDPA would leave out its cap on scores
+    # SDPA would leave out the cap on scores, and the sinks
+    attention = "eager" if config.model_type in ("gemma2", "gpt_oss") else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention, **extra
     )

@@ -191,12 +191,6 @@ def test_blocks_that_would_straddle_rows_are_refused_by_name(pool, models):
     assert "q_proj" in message and "multiple of 64" in message
 
 
-def test_weights_that_are_no_linears_are_refused_for_quantised_types(pool, models):
-    """transformers keeps a mixture's experts in 3-D parameters: left alone they would stay in 16 bits
-    unnoticed."""
-    assert "experts" in fails(pool, models("mixtral"))
-
-
 def test_unmatched_adapter_targets_are_refused(pool, models):
     message = fails(pool, models("llama"), NF4 | dict(lora_target_modules="q_proj,qq_proj"))
     assert "qq_proj matches nothing" in message and "o_proj" in message

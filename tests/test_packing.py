@@ -92,7 +92,7 @@ samples_list = st.lists(
 @given(rows=st.lists(samples_list.filter(bool), max_size=4))
 def test_packed_rows_are_their_documents_one_by_one(rows):
     batch = packing.collate_packed(rows, pad_id=3)
-    assert set(batch) == {"input_ids", "targets", "position_ids"}
+    assert set(batch) == {"input_ids", "targets", "position_ids", "real"}
     assert {str(value.dtype) for value in batch.values()} == {"torch.int64"}
     assert len({value.shape for value in batch.values()}) == 1
     for r, row in enumerate(rows):

@@ -93,6 +93,18 @@ MODELS = {
             layer_types=["sliding_attention", "full_attention"],
         ),
     ),
+    "mixtral-balanced": (
+        "mixtral",
+        dict(num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5),
+    ),
+    "qwen3-moe": (  # the second block is dense
+        "qwen3_moe",
+        dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, mlp_only_layers=[1], head_dim=16),
+    ),
+    "gpt-oss": (  # transposed, with biases, gate and up interleaved
+        "gpt_oss",
+        dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=16, intermediate_size=64),
+    ),
 }
 TEXTS = [
     "Name a fruit that is yellow.",
