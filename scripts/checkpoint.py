@@ -273,7 +273,7 @@ class Checkpoint:
         """Unreadable files, and tensors that are no plain weights."""
         return self.unreadable + self.misfits + [
             f"{name}: stored as {dtype}; only floating-point weights are read"
-            for name, dtype in self.dtype.items() if dtype not in FLOATS]
+            for name, dtype in self.dtype.items() if dtype not in FLOATS and not COMPUTED.search(name)]
 
     def _handle(self, file: str):
         from safetensors import safe_open

@@ -165,7 +165,7 @@ def room(module, blocks, config, runtime) -> None:
     kept = stored(module.parameters()) + stored(trained)
     kept += optim.state_bytes(config, sum(p.to_local().numel() for p in trained), stored(trained))
     block, free = stored(blocks[0].parameters(), whole=True), runtime.free_memory()
-    hidden = module.config.get_text_config().hidden_size * config.numbers.compute.itemsize
+    hidden = module.get_output_embeddings().in_features * config.numbers.compute.itemsize
     inputs = len(blocks) * config.batch_size * config.context_length * hidden
     kept = 0 if config.use_cpu_offload and runtime.device.type != "cpu" else kept
     sizes = f"{kept / 2**30:.1f} GiB kept by each process, {free / 2**30:.1f} GiB free"

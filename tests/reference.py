@@ -11,7 +11,8 @@ def quantize_the_rest(blocks, new_blocks: list[int], plain: tuple) -> None:
     import bitsandbytes as bnb
 
     for name, linear in list(blocks.named_modules()):
-        kept = plain and name.endswith(plain) or name and int(name.split(".")[0]) in new_blocks
+        kept = any(f".{part}." in f".model.layers.{name}." for part in plain)
+        kept = kept or name and int(name.split(".")[0]) in new_blocks
         if kept or not isinstance(linear, torch.nn.Linear) or isinstance(linear, bnb.nn.Linear4bit):
             continue
         bias = linear.bias is not None

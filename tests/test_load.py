@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import cases
 import tiny
+import train
 from pool import RankError
 
 NF4 = dict(train_type="qlora", precision="bf16")
@@ -189,6 +190,20 @@ def test_integer_weights_are_refused(pool, models, tmp_path):
 def test_blocks_that_would_straddle_rows_are_refused_by_name(pool, models):
     message = fails(pool, models("llama-in96"))
     assert "q_proj" in message and "multiple of 64" in message
+
+
+def test_weights_that_are_no_linears_are_refused_for_quantised_types():
+    """Matrices of an unknown module would stay in 16 bits unnoticed; a twentieth of them, as a router, may."""
+    from torch import nn
+
+    def quantize(rows: int) -> None:
+        block = nn.Sequential(nn.Linear(64, 64, device="meta"), nn.Module())
+        block[1].mixed = nn.Parameter(torch.empty(rows, 64, device="meta"))
+        train.quantize_linears([block], train.QUANTIZERS["nf4"](None))
+
+    quantize(3)
+    with pytest.raises(train.UserError, match=r"no linears and would stay unquantised: 1\.mixed"):
+        quantize(4)
 
 
 def test_unmatched_adapter_targets_are_refused(pool, models):

@@ -19,7 +19,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 SPLIT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FUSED = ["o_proj", "qkv_proj", "gate_up_proj", "down_proj"]
 DENSE = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
-ENDS, TIED = ["model.embed_tokens", "model.norm + lm_head"], []
+ENDS, TIED = ["model.embed_tokens", "model.norm", "lm_head"], []
 # Name in tiny.py: (README's name, the blocks, what of them is a unit, units beside the blocks, linears).
 FAMILIES = {
     "llama": ("Llama 2", "model.layers", "self_attn", ENDS, SPLIT),
@@ -38,7 +38,7 @@ FAMILIES = {
         "GPT-NeoX, Pythia",
         "gpt_neox.layers",
         "attention",
-        ["gpt_neox.embed_in", "gpt_neox.final_layer_norm + lm_head"],
+        ["gpt_neox.embed_in", "gpt_neox.final_layer_norm", "lm_head"],
         DENSE,
     ),
     "falcon": ("Falcon-40B", "transformer.h", "self_attention", TIED, DENSE),

@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 
 import tiny
 from reference import plain_base
-from scripts import block_expansion, experts, merge
+from scripts import block_expansion, experts, merge, prequantized
 from scripts.data import Sample
 from test_load import copy_model
 from test_parity import AFTER_ADAM, assert_close, distance
+from test_prequantized import edited
 from train import QUANTIZERS, TRAIN_TYPES
 
 MODELS = ("mixtral", "qwen3-moe", "gpt-oss")
@@ -216,6 +217,33 @@ def test_bits_are_those_of_each_experts_matrix(pool, models, model):
                     ours = parts[f"{name}.{stack}.{part}"].unflatten(0, (module.num_experts, -1))[expert]
                     theirs = tensor.contiguous().view(-1).view(torch.uint8)
                     assert torch.equal(ours.flatten(), theirs), (name, stack, part)
+
+
+@pytest.mark.parametrize("train_type, world", [("qlora", 2), ("hqq_lora", 2), ("lora", 1)])
+def test_experts_in_mxfp4_are_read_as_what_they_stand_for(pool, models, tmp_path, train_type, world):
+    """A gpt-oss folder as its hub has it, and the same experts' values in plain weights: the same run."""
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    [path.mkdir() for path in (packed, plain)]
+    folder = models("gpt-oss")
+    settings = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"])
+    torch.manual_seed(0)
+
+    def pack(tensors: dict) -> dict:
+        made = {name: tensor for name, tensor in tensors.items() if not name.endswith("_proj")}
+        for name in tensors.keys() - made.keys():
+            experts, columns, rows = tensors[name].shape
+            made[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            made[f"{name}_scales"] = torch.randint(118, 123, (experts, rows, columns // 32), dtype=torch.uint8)
+        return made
+
+    edited(folder, packed, pack, quantization_config=settings)
+    stored = prequantized.open_weights(packed)
+    assert len(stored.packed) == 4
+    edited(folder, plain, lambda t: {n: stored.tensor(n) if n in stored.packed else w for n, w in t.items()})
+    flags = dict(train_type=train_type, precision="bf16")
+    (wanted, *_), (found, *_) = (pool.run(world, "fit", str(f), flags, 2, 8) for f in (plain, packed))
+    assert found["losses"] == wanted["losses"] and found["norms"] == wanted["norms"]
+    assert "4 MXFP4 weights" in found["facts"]["notes"][0]
 
 
 def test_no_rank_holds_more_than_a_matrix(models):

@@ -50,6 +50,9 @@ def test_persistent_bytes_are_those_of_real_shards(planner, models):
         for world in (1, 2, 3, 4):
             made, found = planner("shards", folder, dict(train_type=train_type), world)
             assert made == found and found > 0, (train_type, world)
+    for train_type, world in (("qlora", 2), ("hqq_lora", 3), ("full", 4)):  # experts, stacked
+        made, found = planner("shards", models("mixtral"), dict(train_type=train_type), world)
+        assert made == found and found > 0, (train_type, world)
 
 
 CASES = [
