@@ -34,15 +34,15 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
 from scripts import activations, adapters, checkpoint, checks, data, evaluation, experts, flops  # noqa: E402
 from scripts import launcher, logs, loss, models, neftune, optim, places, plan, prequantized  # noqa: E402
 from scripts import profiling, state, trained, vocabulary  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
-from scripts.models import blocks_of, is_plain  # noqa: E402
+from scripts.models import blocks_of  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
+from scripts.quantized import quantize_ends, quantize_linears, quantized_elements  # noqa: E402
 
 
 # ----------------------------------------------------------------------------------------------------- tables
@@ -158,6 +158,7 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     train_type: str = option("qlora", "what is trained, over which base", tuple(TRAIN_TYPES))
     llama_pro_path: str | None = option(None, "folder of expanded Llama-Pro weights (llama_pro train types)")
     n_bits: int | None = option(None, "bits of a weight under HQQ (hqq_*): 8, 4, 3 or 2; without it 4")
+    quantize_embeddings: int = option(0, "bits of a frozen embedding and head: 8, or 0: as they are")
     hqq_group_size: int = option(64, "weights that share a scale and a zero point under HQQ", low=8)
     lora_rank: int = option(16, "rank of the adapters", low=1)
     lora_alpha: float = option(32, "adapters are scaled by alpha / rank", above=0)
@@ -325,58 +326,6 @@ def make_mesh(config: Config, runtime: Runtime):
                                  mesh_dim_names=("replicate", "shard"))
 
 
-# ------------------------------------------------------------------------------------------ quantised linears
-
-class _DequantLinear(torch.autograd.Function):
-    """y = x W^T. Keeps the module, not the weight: backward dequantises again, after FSDP has gathered the
-    parts again. A large weight is dequantised in pieces: rows of it forward, columns backward, so that each
-    output is still one sum."""
-
-    @staticmethod
-    def forward(ctx, x, module):
-        ctx.module, ctx.dtype = module, x.dtype
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return module.in_pieces(lambda weight: F.linear(x.to(dtype), weight), dtype, 0)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.module.in_pieces(lambda weight: grad @ weight, grad.dtype, 1).to(ctx.dtype), None
-
-
-class FrozenQuantLinear(nn.Linear):
-    """A frozen linear whose weight is kept quantised, in uint8 parameters. An nn.Linear, so that PEFT can
-    wrap it. For experts' stacked weights see scripts/experts.py."""
-
-    def __init__(self, linear: nn.Linear, quantizer):
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.quantizer = quantizer
-        for name, shape in quantizer.shapes(self.out_features, self.in_features).items():
-            part = torch.empty(shape, dtype=torch.uint8, device=linear.weight.device)
-            self.register_parameter(name, nn.Parameter(part, requires_grad=False))
-        self.bias = linear.bias
-
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.quantizer.dequantize(self, (self.out_features, self.in_features), dtype)
-
-    def in_pieces(self, product: Callable, dtype: torch.dtype, dim: int) -> torch.Tensor:
-        """product(weight), made of the products with the weight's rows (dim 0) or columns (1)."""
-        shape, whole = (self.out_features, self.in_features), None
-        for low, high, weight in self.quantizer.pieces(self, shape, dtype, dim):
-            part = product(weight)
-            if high - low == shape[dim]:
-                return part
-            whole = part.new_empty(*part.shape[:-1], shape[dim]) if whole is None else whole
-            whole[..., low:high] = part
-            del part, weight
-        return whole
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = _DequantLinear.apply(x, self)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-
 # ------------------------------------------------------------------------------------------------------- loss
 
 def use_fused_loss(model: nn.Module, smoothing: float = 0.0) -> None:
@@ -395,8 +344,10 @@ def use_fused_loss(model: nn.Module, smoothing: float = 0.0) -> None:
 
     def head_loss(self, hidden, labels):
         if labels is None:
-            return transform(F.linear(hidden, self.weight, self.bias).float())
+            return transform(type(self).forward(self, hidden).float())
         spread = smoothing if self.training else 0.0
+        if hasattr(self, "quantizer"):
+            return loss.streamed_cross_entropy(hidden, self, labels, transform, spread)
         return loss.chunked_cross_entropy(hidden, self.weight, self.bias, labels, transform, spread)
 
     def forward(self, input_ids, positions, labels=None, real=None, **packed):
@@ -432,34 +383,6 @@ def empty_model(folder: Path, dtype: torch.dtype, attention: str = "auto", rope_
     model.tie_weights()  # meta initialisation made two parameters of tied ones
     model.config.use_cache = False
     return model
-
-
-def quantize_linears(blocks: list[nn.Module], quantizer, kept=frozenset()) -> None:
-    """Puts a FrozenQuantLinear in place of every linear of the blocks that is not among the `kept` modules,
-    and a QuantStack in that of experts' weights. Raises UserError, naming them, where weights cannot be
-    quantised."""
-    linears = {name: m for block in blocks for name, m in block.named_modules()
-               if is_plain(type(m)) and m not in kept}
-    problems = {name: quantizer.problem(m.out_features, m.in_features) for name, m in linears.items()}
-    problems |= experts.quantize(blocks, quantizer, kept)
-    if refused := {name: why for name, why in problems.items() if why}:
-        raise UserError(f"cannot quantise {', '.join(refused)}: {next(iter(refused.values()))}; a plain base "
-                        f"(--train_type lora) has no such limit")
-    for block in blocks:
-        for parent in list(block.modules()):
-            for name, child in list(parent.named_children()):
-                if is_plain(type(child)) and child not in kept:
-                    setattr(parent, name, FrozenQuantLinear(child, quantizer))
-    plain = {f"{name}.{n}": p for name, m in blocks[0].named_modules() if m not in kept
-             for n, p in m._parameters.items() if p is not None and p.ndim > 1 and p.dtype != torch.uint8}
-    if sum(p.numel() for p in plain.values()) > 0.05 * quantized_elements(blocks[0]):
-        raise UserError(f"these weights of a block are no linears and would stay unquantised: "
-                        f"{', '.join(plain)}; use --train_type lora")
-
-
-def quantized_elements(module: nn.Module) -> int:
-    return sum(m.in_features * m.out_features * getattr(m, "count", 1) for m in module.modules()
-               if hasattr(m, "quantizer"))
 
 
 @torch.no_grad()
@@ -694,6 +617,7 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
         old = [block for number, block in enumerate(blocks) if number not in new]
         quantize_linears(old, quantizer, kept | stored.kept_plain(module) | experts.routers(module))
         facts |= dict(quantizer=quantizer.recipe, bits=quantizer.bits)
+    facts["end_quantizer"] = quantize_ends(module, config, kept) if config.quantize_embeddings else None
     quantized, old = quantized_elements(blocks), [b for n, b in enumerate(blocks) if n not in new]
     facts |= dict(quantized_parameters=quantized, structure=models.structure(module, old, quantized),
                   positions=getattr(module.config, "max_position_embeddings", None),

@@ -49,12 +49,18 @@ def train_type(config) -> list[str]:
         problems.append(f"--n_bits goes with an hqq train type, not with {name}")
     if config.n_bits not in (None, 8, 4, 3, 2):
         problems.append(f"--n_bits {config.n_bits}: choose from 8, 4, 3, 2")
+    if config.quantize_embeddings not in (0, 8):
+        problems.append(f"--quantize_embeddings {config.quantize_embeddings}: choose from 0, 8")
+    if config.quantize_embeddings and (config.train_embeddings or config.add_tokens
+                                       or not kind.adapter and not kind.new_blocks):
+        problems.append("--quantize_embeddings goes with an embedding that is not trained: without "
+                        "--train_embeddings, --add_tokens and --train_type full")
     if config.lora_experts and kind.adapter not in ("peft", "custom"):
         problems.append(f"--lora_experts goes with a LoRA train type, not with {name}"
                         + ": PEFT has no DoRA for experts' stacked weights" * (kind.adapter == "dora"))
     if config.lora_experts and config.lora_dropout:
         problems.append("--lora_experts: PEFT has no --lora_dropout for experts; leave it out")
-    missing = [PACKAGES[part] for part in (kind.base, kind.adapter)
+    missing = [PACKAGES[part] for part in (kind.base, kind.adapter, "nf4" * bool(config.quantize_embeddings))
                if part in PACKAGES and importlib.util.find_spec(PACKAGES[part]) is None]
     problems += what_is_trained(config)
     return problems + [f"--train_type {name} needs the package {p}: pip install {p}" for p in missing]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from scripts import models
 
 LOGITS_PER_CHUNK = 2**23  # elements of logits alive at a time: 32 MiB in fp32, and four of that at the peak
+TOKENS = 2048  # whose hidden states go through a quantised head at a time
 
 
 class KeepHere(torch.autograd.graph.saved_tensors_hooks):
@@ -73,3 +74,74 @@ def chunked_cross_entropy(hidden, weight, bias, labels, transform, smoothing: fl
     hidden (n, width), weight (vocabulary, width), bias (vocabulary,) or None, labels (n,).
     """
     return ChunkedCrossEntropy.apply(hidden, weight, bias, labels, transform, smoothing)
+
+
+# -------------------------------------------------------------------------------------------- quantised heads
+
+def logits_in_pieces(hidden, head, transform):
+    """(low, high, logits (n, high - low) in fp32) of parts of the vocabulary, one after the other."""
+    shape = (head.out_features, head.in_features)
+    for low, high, weight in head.quantizer.pieces(head, shape, hidden.dtype, 0):
+        bias = None if head.bias is None else head.bias[low:high].to(hidden.dtype)
+        yield low, high, transform(F.linear(hidden, weight, bias).float())
+
+
+def is_label(labels, low: int, high: int):
+    """Which labels are in a piece, and where in it, (n, 1)."""
+    return (labels >= low) & (labels < high), (labels - low).clamp(0, high - low - 1)[:, None]
+
+
+def streamed_losses(hidden, head, labels, transform, smoothing: float):
+    """(n,) fp32 losses, and the logs of the sums of exponentials."""
+    normalizer = torch.full(labels.shape, -torch.inf, device=hidden.device)
+    own, every = torch.zeros_like(normalizer), torch.zeros_like(normalizer)
+    for low, high, logits in logits_in_pieces(hidden, head, transform):
+        normalizer = torch.logaddexp(normalizer, logits.logsumexp(1))
+        inside, place = is_label(labels, low, high)
+        own += logits.gather(1, place)[:, 0].where(inside, 0.0)
+        every += logits.sum(1)
+    return normalizer - (1 - smoothing) * own - smoothing / head.out_features * every, normalizer
+
+
+def streamed_gradient(hidden, head, labels, transform, smoothing: float, normalizer):
+    """(n, width) fp32: the gradient of the losses' sum."""
+    total, hidden = torch.zeros_like(hidden, dtype=torch.float32), hidden.requires_grad_()
+    with torch.enable_grad():
+        for low, high, logits in logits_in_pieces(hidden, head, transform):
+            slope = (logits.detach() - normalizer[:, None]).exp_().sub_(smoothing / head.out_features)
+            inside, place = is_label(labels, low, high)
+            slope.scatter_add_(1, place, (smoothing - 1.0) * inside.float()[:, None])
+            total += torch.autograd.grad(logits, hidden, slope)[0]
+    return total
+
+
+class StreamedCrossEntropy(torch.autograd.Function):
+    """ChunkedCrossEntropy over a quantised, frozen head, by pieces of the vocabulary: neither logits nor head
+    exist as a whole. For every TOKENS tokens a piece is dequantised twice: for the log of the sum of
+    exponentials and, when that is known, for the gradient."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, labels, transform, smoothing):
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        total, grad = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
+        with torch.autocast(kind, enabled=False), KeepHere():
+            for low in range(0, len(hidden), TOKENS):
+                these = hidden[low:low + TOKENS].detach().to(dtype), head, labels[low:low + TOKENS], \
+                    transform, smoothing
+                losses, normalizer = streamed_losses(*these)
+                total += losses.sum()
+                if ctx.needs_input_grad[0]:
+                    grad[low:low + TOKENS] = streamed_gradient(*these, normalizer)
+        ctx.save_for_backward(grad)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        (kept,) = ctx.saved_tensors
+        return kept * grad.to(kept.dtype), None, None, None, None
+
+
+def streamed_cross_entropy(hidden, head, labels, transform, smoothing: float = 0.0) -> torch.Tensor:
+    """chunked_cross_entropy for a FrozenQuantLinear; `transform` takes each logit by itself."""
+    return StreamedCrossEntropy.apply(hidden, head, labels, transform, smoothing)

@@ -323,19 +323,25 @@ def dequantized(weight, recipe: dict):
                                           round_zero=bits == 4, device=str(weight.device))
         meta |= dict(scale=meta["scale"].to(dtype), zero=meta["zero"].to(dtype), compute_dtype=dtype)
         return Quantizer.dequantize(packed, meta).float()
+    if recipe["name"] == "int8":
+        from bitsandbytes.functional import create_linear_map, dequantize_blockwise, quantize_blockwise
+        codes, state = quantize_blockwise(weight, create_linear_map(True, 8), blocksize=recipe["block"])
+        return dequantize_blockwise(codes, state).float()
     raise UserError(f"run.json names a quantiser that is not known here: {recipe['name']}")
 
 
-def find_recipe(run: dict | None, folder: Path) -> dict:
-    """How the run quantised its base. Raises UserError, with the reason, where there is no saying."""
+def find_recipes(run: dict | None, folder: Path) -> dict:
+    """How the run quantised its base: recipes of "linears" and "ends" (embedding and head), None where it did
+    not. Raises UserError, with the reason, where there is no saying."""
     if run is None:
         reason = f"{folder} has no run.json, which says how the base was quantised"
     elif "quantizer" not in run.get("model", {}):
         reason = "run.json does not say how the base was quantised"
-    elif run["model"]["quantizer"] is None:
-        reason = "the run's base was not quantised, so there is nothing but the original weights"
     else:
-        return run["model"]["quantizer"]
+        found = dict(linears=run["model"]["quantizer"], ends=run["model"].get("end_quantizer"))
+        if any(found.values()):
+            return found
+        reason = "the run's base was not quantised, so there is nothing but the original weights"
     raise UserError(f"--merge_base dequantized: {reason}; use --merge_base original")
 
 
@@ -347,6 +353,15 @@ def quantized_names(base: Base) -> set[str]:
                if name.endswith(".weight") and len(base.stored.shape[name]) == 2
                and not NEVER_QUANTIZED.search(inner.split(".")[-2])}
     return linears | experts
+
+
+def recipes_by_name(base: Base, recipes: dict) -> dict[str, dict]:
+    """{weight that the run quantised: recipe}; without those that the base's files have just so."""
+    linears, ends = recipes.get("linears"), recipes.get("ends")
+    found = {} if linears is None or base.stored.holds(linears) else \
+        dict.fromkeys(quantized_names(base), linears)
+    names = [name for name in base.stored.shape if name.endswith(".weight") and name.split(".")[-2] in ENDS]
+    return found | (dict.fromkeys(names, ends) if ends else {})
 
 
 # --------------------------------------------------------------------------------------------------- merging
@@ -410,14 +425,14 @@ def merged_tensor(base: Base, name: str, function: Callable | None, recipe: dict
     return done
 
 
-def plan(base: Base, change: Change, recipe: dict | None, dtype: str | None) -> dict[str, dict[str, Entry]]:
+def plan(base: Base, change: Change, recipes: dict, dtype: str | None) -> dict[str, dict[str, Entry]]:
     """{file: {name: entry}} of the merged model, split as the base's."""
-    stored, quantized = base.stored, quantized_names(base) if recipe else set()
+    stored, quantized = base.stored, recipes_by_name(base, recipes)
     files: dict[str, dict[str, Entry]] = {file: {} for file in sorted(set(stored.file.values()))}
     for name, source in ({name: name for name in stored.file} | change.added).items():
         target = dtype if dtype and "float" in stored.dtype[source] else stored.dtype[source]
         make = partial(merged_tensor, base, source, change.functions.get(name),
-                       recipe if name in quantized else None, target)
+                       quantized.get(name), target)
         shape = change.shapes.get(name, stored.shape[source])
         files[stored.file[source]][name] = Entry(target, shape, make)
     return files
@@ -442,13 +457,12 @@ def merge(adapter: str, output_dir: str, base: str = "", merge_base: str = "orig
     folder = Path(adapter).expanduser().absolute()
     reader = find_reader(folder)
     run = read_json(folder / "run.json") if (folder / "run.json").is_file() else None
-    recipe = find_recipe(run, folder) if merge_base == "dequantized" else None
+    recipes = find_recipes(run, folder) if merge_base == "dequantized" else {}
     found = find_base(base, reader, folder, run)
     change = reader(folder, run, found)
-    recipe = None if recipe and found.stored.holds(recipe) else recipe
     facts = dict(adapter=str(folder), base=found.name, base_fingerprint=fingerprint(found.folder),
-                 merge_base=merge_base, quantizer=recipe, dtype=dtype, **change.facts)
-    files = plan(found, change, recipe, DTYPES[dtype])
+                 merge_base=merge_base, quantizer=recipes.get("linears"), dtype=dtype, **change.facts)
+    files = plan(found, change, recipes, DTYPES[dtype])
     with staged(output_dir) as stage:
         write_model(stage, files, found.stored.stored_as)
         if (folder / "tokenizer_config.json").is_file():

@@ -25,12 +25,57 @@ def dynamic_map(device: torch.device) -> torch.Tensor:
     return create_dynamic_map().to(device)
 
 
-class NF4:
+@functools.cache
+def linear_map(device: torch.device) -> torch.Tensor:
+    from bitsandbytes.functional import create_linear_map
+    return create_linear_map(signed=True, total_bits=8).to(device)
+
+
+class Blocks:
+    """What quantisers of blocks along rows share: rows can be quantised by themselves."""
+    by_rows = True
+    block = 64
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        """Why a weight of this shape cannot be quantised: a block would straddle rows."""
+        return f"in_features must be a multiple of {self.block}" if columns % self.block else None
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """All parts of a whole weight."""
+        packed, absmax = self.quantize_rows(weight)
+        return dict(weight=packed, **self.quantize_statistics(absmax))
+
+    def quantize_statistics(self, absmax: torch.Tensor) -> dict[str, torch.Tensor]:
+        """(rows, columns/64) fp32 of the whole weight -> what is kept of it."""
+        return dict(absmax=as_bytes(absmax))
+
+    def statistics(self, parts) -> torch.Tensor:
+        """(blocks,) fp32: the absmax of each."""
+        return parts.absmax.view(torch.float32).flatten()
+
+    def dequantize(self, parts, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """`parts`: anything with the parts, whole, as attributes."""
+        return self.unpacked(parts.weight, self.statistics(parts), shape, dtype)
+
+    def pieces(self, parts, shape: tuple[int, int], dtype: torch.dtype, dim: int):
+        """(low, high, the weight's rows (dim 0) or columns (1) from low to high), one after the other, of
+        about PIECE_BYTES at most."""
+        absmax, count = self.statistics(parts), -(-shape[0] * shape[1] * dtype.itemsize // PIECE_BYTES)
+        step = -(-shape[dim] // (count * self.block)) * self.block
+        for low in range(0, shape[dim], step):
+            high = min(low + step, shape[dim])
+            packed, scale = (t.view(shape[0], -1).narrow(dim, low // k, (high - low) // k).contiguous()
+                             for t, k in ((parts.weight, (1, self.per_byte)[dim]),
+                                          (absmax, (1, self.block)[dim])))
+            size = (high - low, shape[1]) if dim == 0 else (shape[0], high - low)
+            yield low, high, self.unpacked(packed, scale.flatten(), size, dtype)
+
+
+class NF4(Blocks):
     """4-bit NormalFloat with double quantisation (QLoRA, arXiv:2305.14314), bit for bit as bitsandbytes'
     Linear4bit. Folders that bitsandbytes wrote may have FP4, other blocks, and statistics in fp32 (not
     `double`)."""
-    by_rows = True  # rows can be quantised by themselves; only the second level needs the statistics of all
-    block, block2 = 64, 256
+    block, block2, per_byte = Blocks.block, 256, 2  # the second level needs the statistics of all rows
 
     def __init__(self, config=None, name: str = "nf4", block: int = block, double: bool = True):
         self.name, self.block, self.double = name, block, double
@@ -45,10 +90,6 @@ class NF4:
         return dict(weight=(rows, columns // 2), absmax=(rows, columns // self.block),
                     absmax2=(-(-blocks // self.block2), 4), offset=(1, 4))
 
-    def problem(self, rows: int, columns: int) -> str | None:
-        """Why a weight of this shape cannot be quantised: a block would straddle rows."""
-        return f"in_features must be a multiple of {self.block}" if columns % self.block else None
-
     def quantize_rows(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(r, columns) -> packed (r, columns/2) uint8 and absmax (r, columns/64) fp32, of these rows alone.
         """
@@ -60,41 +101,45 @@ class NF4:
         """The second level, over the absmax of the whole weight: its mean, and 8-bit blocks of 256 across
         rows."""
         if not self.double:
-            return dict(absmax=as_bytes(absmax))
+            return super().quantize_statistics(absmax)
         flat, ops, table = absmax.flatten(), torch.ops.bitsandbytes, dynamic_map(absmax.device)
         offset = flat.mean()
         codes, absmax2 = ops.quantize_blockwise(flat - offset, table, self.block2)
         return dict(absmax=codes.view_as(absmax), absmax2=as_bytes(absmax2), offset=as_bytes(offset.view(1)))
 
-    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """All parts of a whole weight."""
-        packed, absmax = self.quantize_rows(weight)
-        return dict(weight=packed, **self.quantize_statistics(absmax))
-
     def statistics(self, parts) -> torch.Tensor:
-        """(blocks,) fp32: absmax, from its second level."""
+        """(blocks,) fp32: the absmax of each, from its second level."""
+        if not self.double:
+            return super().statistics(parts)
         codes, table = parts.absmax.flatten(), dynamic_map(parts.absmax.device)
         absmax2, offset = (part.view(torch.float32).flatten() for part in (parts.absmax2, parts.offset))
         return torch.ops.bitsandbytes.dequantize_blockwise(
             codes, absmax2, table, self.block2, torch.float32).add_(offset)
 
-    def dequantize(self, parts, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """`parts`: anything with the parts, whole, as attributes."""
-        return torch.ops.bitsandbytes.dequantize_4bit(parts.weight, self.statistics(parts), self.block,
-                                                      self.name, shape, dtype)
+    def unpacked(self, packed, absmax, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.ops.bitsandbytes.dequantize_4bit(packed, absmax, self.block, self.name, shape, dtype)
 
-    def pieces(self, parts, shape: tuple[int, int], dtype: torch.dtype, dim: int):
-        """(low, high, the weight's rows (dim 0) or columns (1) from low to high), one after the other, of
-        about PIECE_BYTES at most."""
-        absmax, count = self.statistics(parts), -(-shape[0] * shape[1] * dtype.itemsize // PIECE_BYTES)
-        step = -(-shape[dim] // (count * self.block)) * self.block
-        for low in range(0, shape[dim], step):
-            high = min(low + step, shape[dim])
-            packed, scale = (t.view(shape[0], -1).narrow(dim, low // k, (high - low) // k).contiguous()
-                             for t, k in ((parts.weight, (1, 2)[dim]), (absmax, (1, self.block)[dim])))
-            size = (high - low, shape[1]) if dim == 0 else (shape[0], high - low)
-            yield low, high, torch.ops.bitsandbytes.dequantize_4bit(
-                packed, scale.flatten(), self.block, self.name, size, dtype)
+
+class Int8(Blocks):
+    """8 bits at equal distances, up to the largest value of each block of 64 along a row: bitsandbytes'
+    blockwise kernels with its linear map. For embedding and head."""
+    per_byte, bits = 1, 8 + 32 / Blocks.block
+    recipe = dict(name="int8", block=Blocks.block)
+
+    def __init__(self, config=None):
+        pass
+
+    def shapes(self, rows: int, columns: int) -> dict[str, tuple[int, int]]:
+        return dict(weight=(rows, columns), absmax=(rows, columns // self.block * 4))
+
+    def quantize_rows(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = linear_map(weight.device)
+        codes, absmax = torch.ops.bitsandbytes.quantize_blockwise(weight.contiguous(), table, self.block)
+        return codes.view(weight.shape), absmax.view(len(weight), weight.shape[1] // self.block)
+
+    def unpacked(self, packed, absmax, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.ops.bitsandbytes.dequantize_blockwise(packed.view(shape), absmax,
+                                                           linear_map(packed.device), self.block, dtype)
 
 
 class HQQ:
@@ -175,4 +220,4 @@ def compiled_kernel(device: torch.device, n_bits: int, group: int, dtype: torch.
     return kernel if same else None
 
 
-QUANTIZERS = {"nf4": NF4, "hqq": HQQ}
+QUANTIZERS = {"nf4": NF4, "hqq": HQQ}  # of a train type's base

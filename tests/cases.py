@@ -21,6 +21,7 @@ import tiny
 import train
 from scripts import loss as loss_module
 from scripts import data
+from scripts.quantized import FrozenQuantLinear
 
 
 def configuration(folder: str, **flags) -> train.Config:
@@ -140,7 +141,7 @@ def unsharded_bytes(runtime: train.Runtime, folder: str, flags: dict) -> bool:
         return hook
 
     for prefix, module in model.module.named_modules():
-        if isinstance(module, train.FrozenQuantLinear):
+        if isinstance(module, FrozenQuantLinear):
             module.register_forward_pre_hook(look(prefix))
     config = configuration(folder, **flags)
     steps(train.make_training(model, config, runtime, 1), tiny.samples(4 * runtime.world), 1)
@@ -161,7 +162,7 @@ def logits(
     transform = loss_module.logit_transform(module.config)
 
     def forward(input_ids, positions, labels):  # the head without the loss, in the same FSDP unit
-        head.forward = lambda hidden: transform(torch.nn.functional.linear(hidden, head.weight, head.bias))
+        head.forward = lambda hidden: transform(type(head).forward(head, hidden))
         return head(module.base_model(input_ids=input_ids, use_cache=False).last_hidden_state)
 
     module.forward = forward

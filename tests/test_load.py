@@ -12,6 +12,7 @@ import cases
 import tiny
 import train
 from pool import RankError
+from scripts.quantized import FrozenQuantLinear, quantize_linears
 
 NF4 = dict(train_type="qlora", precision="bf16")
 
@@ -93,7 +94,7 @@ def test_bits_are_those_of_linear4bit(pool, models, tmp_path, dtype):
 def dequantized(parts: dict, base: str, weight: torch.Tensor) -> torch.Tensor:
     import train
 
-    linear = train.FrozenQuantLinear(
+    linear = FrozenQuantLinear(
         torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False), train.QUANTIZERS["nf4"]()
     )
     for name in linear.quantizer.shapes(*weight.shape):
@@ -199,7 +200,7 @@ def test_weights_that_are_no_linears_are_refused_for_quantised_types():
     def quantize(rows: int) -> None:
         block = nn.Sequential(nn.Linear(64, 64, device="meta"), nn.Module())
         block[1].mixed = nn.Parameter(torch.empty(rows, 64, device="meta"))
-        train.quantize_linears([block], train.QUANTIZERS["nf4"](None))
+        quantize_linears([block], train.QUANTIZERS["nf4"](None))
 
     quantize(3)
     with pytest.raises(train.UserError, match=r"no linears and would stay unquantised: 1\.mixed"):

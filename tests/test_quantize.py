@@ -7,7 +7,8 @@ import torch
 
 from scripts import quantize
 from scripts.dora import DoRALinear
-from train import QUANTIZERS, FrozenQuantLinear
+from scripts.quantized import FrozenQuantLinear
+from train import QUANTIZERS
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 

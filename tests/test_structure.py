@@ -58,7 +58,7 @@ def test_no_left_overs(path):
 
 def test_device_differences_stand_in_the_runtime_section():
     text = (ROOT / "train.py").read_text()
-    below = text[text.index("- quantised linears\n") :]
+    below = text[text.index("- loss\n") :]
     assert not re.search(r"cuda|is_cuda|\.type == .cpu", below)
 
 
