@@ -20,6 +20,7 @@ from torch.utils.backend_registration import _DummyBackendModule
 
 from scripts.checkpoint import Checkpoint
 from scripts.cuda_allocator import rounded
+from scripts.quantize import HQQ, NF4, Int8
 
 NAME = "gpu"  # of the fake accelerator
 ACCELERATOR, PINNED, HOST = "accelerator", "pinned", "pageable"  # where memory is
@@ -383,9 +384,10 @@ def reports(train) -> list:
         around(Group, "pre_forward", unit), around(Group, "pre_backward", unit),
         around(Group, "post_backward", tag="gradients"),
         around(ShardingPropagator, "_propagate_tensor_meta_non_cached", pause=True),  # whole-model phantoms
-        *(around(kind, name, tag="dequantised weights") for kind in train.QUANTIZERS.values()
-          for name in ("dequantize", "statistics") if hasattr(kind, name)),
-        around(train.loss.ChunkedCrossEntropy, "forward", tag="logits"),
+        *(around(kind, name, tag="dequantised weights") for kind in (NF4, Int8, HQQ)
+          for name in ("dequantize", "statistics", "unpacked") if hasattr(kind, name)),
+        *(around(kind, "forward", tag="logits")
+          for kind in (train.loss.ChunkedCrossEntropy, train.loss.StreamedCrossEntropy)),
         (torch.UntypedStorage, "resize_", resize_), (torch.Tensor, "backward", run_backward),
         (train, "clip_gradients", clip_gradients),
     ]
@@ -405,7 +407,8 @@ def stand_ins(train, config) -> list:
         (train, "prefetch", one_by_one),
         # It reads values to see whether there are several documents in a row.
         (masking_utils, "find_packed_sequence_indices", packed if config.packing else lambda ids: None),
-        (quantize, "dynamic_map", lambda device: torch.empty(256, device=device)),
+        *((quantize, name, lambda device: torch.empty(256, device=device))
+          for name in ("dynamic_map", "linear_map")),
         (quantize, "compiled_kernel", lambda *args: None),
         (quantize.HQQ, "quantize", hqq_quantize),
         # It reads whether a gradient overflowed.

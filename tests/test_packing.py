@@ -93,7 +93,7 @@ samples_list = st.lists(
 def test_packed_rows_are_their_documents_one_by_one(rows):
     batch = packing.collate_packed(rows, pad_id=3)
     assert set(batch) == {"input_ids", "targets", "position_ids", "real"}
-    assert {str(value.dtype) for value in batch.values()} == {"torch.int64"}
+    assert {str(value.dtype) for name, value in batch.items() if name != "real"} == {"torch.int64"}
     assert len({value.shape for value in batch.values()}) == 1
     for r, row in enumerate(rows):
         at = 0
@@ -107,6 +107,7 @@ def test_packed_rows_are_their_documents_one_by_one(rows):
             at += n
         rest = batch["input_ids"].shape[1] - at
         assert batch["position_ids"][r, at:].tolist() == list(range(rest))
+        assert batch["real"][r].tolist() == [True] * at + [False] * rest
         assert batch["targets"][r, at:].tolist() == [IGNORE] * rest
 
 
