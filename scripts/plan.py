@@ -245,6 +245,7 @@ CHANGES = [
     (lambda c: dict(use_gradient_checkpointing=True), "a third more compute"),
     (lambda c: dict(optimizer=small_optimizer(c)), "optimiser state in 8 bits"),
     (lambda c: dict(wrap_policy="decoder_attention_mlp"), "more, smaller gathers"),
+    (lambda c: dict(quantize_embeddings=8), "embedding and head rounded to 8 bits"),
     (lambda c: dict(batch_size=1, gradient_accumulation_steps=c.gradient_accumulation_steps * c.batch_size),
      "as many examples per step, more micro-batches"),
     (lambda c: dict(use_activation_cpu_offload=True), "copies to the host and back"),

@@ -50,8 +50,14 @@ def test_persistent_bytes_are_those_of_real_shards(planner, models):
         for world in (1, 2, 3, 4):
             made, found = planner("shards", folder, dict(train_type=train_type), world)
             assert made == found and found > 0, (train_type, world)
-    for train_type, world in (("qlora", 2), ("hqq_lora", 3), ("full", 4)):  # experts, stacked
-        made, found = planner("shards", models("mixtral"), dict(train_type=train_type), world)
+    experts, ends = ("mixtral", {}), ("llama-tied", dict(quantize_embeddings=8))
+    for train_type, world, (model, flags) in (
+        ("qlora", 2, experts),
+        ("hqq_lora", 3, experts),
+        ("full", 4, experts),
+        ("qlora", 3, ends),
+    ):
+        made, found = planner("shards", models(model), dict(train_type=train_type, **flags), world)
         assert made == found and found > 0, (train_type, world)
 
 
@@ -78,6 +84,12 @@ def test_peak_is_that_of_real_steps(planner, models, train_type, checkpointing, 
         assert same["together"] == pytest.approx(real["peak"], rel=1e-3 if train_type != "qlora" else 2e-3)
     fake = planner("planned", folder, flags, 2, "gpu")
     assert fake["together"] == pytest.approx(real["peak"], rel=0.05)
+
+
+def test_peak_with_quantised_embeddings_is_that_of_real_steps(planner, models):
+    flags = dict(train_type="lora", quantize_embeddings=8)
+    real = planner("real", models("llama"), flags, 2)
+    assert planner("planned", models("llama"), flags, 2, "gpu")["together"] == pytest.approx(real["peak"], rel=0.05)
     assert fake["state_bytes"] == real["state_bytes"] > 0
     assert fake["parameters_bytes"] == real["parameters_bytes"]
     assert (fake["peaks"]["pinned"] > 0) == offload
