@@ -403,6 +403,7 @@ def stand_ins(train, config) -> list:
         # It reads values to see whether there are several documents in a row.
         (masking_utils, "find_packed_sequence_indices", packed if config.packing else lambda ids: None),
         (quantize, "dynamic_map", lambda device: torch.empty(256, device=device)),
+        (quantize, "nf4_bins", lambda: (torch.empty(65, dtype=torch.uint8), torch.empty(65))),
         (quantize, "compiled_kernel", lambda *args: None),
         (quantize.HQQ, "quantize", hqq_quantize),
         # It reads whether a gradient overflowed.
