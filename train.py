@@ -39,6 +39,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
 from scripts import activations, adapters, checkpoint, checks, data, evaluation, flops, launcher  # noqa: E402
 from scripts import logs, loss, neftune, optim, places, plan, profiling, state, trained  # noqa: E402
+from scripts import compiled  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
 
@@ -200,6 +201,7 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     reentrant_checkpointing: bool = option(False, "the reentrant form of checkpointing")
     use_cpu_offload: bool = option(False, "keep parameters, gradients and optimiser state in host memory")
     use_activation_cpu_offload: bool = option(False, "keep saved activations in host memory until backward")
+    compile: bool = option(False, "torch.compile every block: faster steps after a slow start")
     no_sync: bool = option(False, "reduce gradients once per step, not per micro-batch; holds them whole")
     low_memory: bool = option(True, "read only this process's rows; false: every process reads whole tensors")
     loading_workers: int = option(-1, "threads per process that read and quantise; -1: one", low=-1)
@@ -690,6 +692,8 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
     use_fused_loss(module, config.label_smoothing)
     if config.neftune_alpha:
         neftune.add_noise(module, config.neftune_alpha)
+    if config.compile:
+        compiled.compile_blocks(blocks, config)
     if config.use_gradient_checkpointing:
         activations.recompute_blocks(blocks, config.reentrant_checkpointing)
     mesh = make_mesh(config, runtime)

@@ -453,3 +453,45 @@ def smoothed_evaluation(runtime: train.Runtime, folder: str, flags: dict) -> lis
     training = train.make_training(model, config, runtime, 1)
     held_out, _ = train.evaluation.mean_loss(training, tiny.samples(4), 1)
     return [held_out, steps(training, tiny.samples(4), 1)[0][0]]
+
+
+def with_backend(backend: str):
+    """Compiled blocks by another backend than torch.compile's own."""
+    make = train.compiled.compile_blocks
+    return mock.patch.object(train.compiled, "compile_blocks", lambda *args: make(*args, backend=backend))
+
+
+def compiled_fit(runtime: train.Runtime, folder: str, flags: dict, backend: str) -> dict:
+    """`fit` under --compile; how many graphs it compiled, and how many there are after batches of other lengths."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    with with_backend(backend):
+        result = fit(runtime, folder, flags)
+        config = configuration(folder, **flags)
+        model = train.build(config, Path(folder), runtime)
+    training = train.make_training(model, config, runtime, 4)
+    steps(training, tiny.samples(8), 2)  # the same kinds of batches, in a new model of the same code
+    graphs = counters["stats"]["unique_graphs"]
+    for longest in (30, 47, 61):
+        steps(training, tiny.samples(8, longest, longest), 1)
+    return result | dict(graphs=graphs, graphs_later=counters["stats"]["unique_graphs"])
+
+
+def kept_for_backward(runtime: train.Runtime, folder: str, flags: dict, backend: str) -> int:
+    """Elements of the largest matrix of floats that a step keeps from forward to backward."""
+    config, largest = configuration(folder, **flags), 0
+    with with_backend(backend):
+        model = train.build(config, Path(folder), runtime)
+    training = train.make_training(model, config, runtime, 1)
+
+    def pack(tensor):
+        nonlocal largest
+        if tensor.dim() == 2 and tensor.is_floating_point():
+            largest = max(largest, tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        steps(training, tiny.samples(2, longest=8), 1)
+    return largest
