@@ -104,7 +104,8 @@ def explained(forward):
         try:
             return forward(*args, **kwargs)
         except BackendCompilerFailed as error:
-            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+            lines = [line.strip() for line in str(error.inner_exception).splitlines() if line.strip()]
+            reason = lines[0] if lines else type(error.inner_exception).__name__
             raise UserError(f"--compile true: torch.compile failed here ({reason}); leave it out") from error
     return call
 

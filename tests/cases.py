@@ -42,14 +42,14 @@ def configuration(folder: str, **flags) -> train.Config:
 
 def whole(model: train.Model) -> dict:
     return {
-        train.adapters.plain_name(name): p.detach().full_tensor().float().clone()
+        train.adapters.plain_name(name): p.detach().full_tensor().float().cpu().clone()
         for name, p in model.trained().items()
     }
 
 
 def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(
-        tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     ).hexdigest()
 
 
