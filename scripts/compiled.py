@@ -1,8 +1,9 @@
 """torch.compile, block by block: --compile.
 
 What is compiled is a block's own forward. FSDP's hooks, recomputation and offload of activations stand around
-it, as without. A quantised linear is one opaque operator, forward and backward each: in one graph the
-compiler would see both dequantisations as the same value, and keep 16-bit weights from forward to backward.
+it, as without. A quantised linear is one opaque operator, forward and backward each: else every one would
+break the graph (its tables cannot be traced), and the compiler could merge the dequantisations of forward and
+backward, that is, keep 16-bit weights in between.
 """
 import functools
 import importlib.util

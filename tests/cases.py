@@ -462,7 +462,8 @@ def with_backend(backend: str):
 
 
 def compiled_fit(runtime: train.Runtime, folder: str, flags: dict, backend: str) -> dict:
-    """`fit` under --compile; how many graphs it compiled, and how many there are after batches of other lengths."""
+    """`fit` under --compile; how many graphs it compiled, how often code was left out of
+    them, and how many graphs there are after batches of other lengths."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -473,25 +474,7 @@ def compiled_fit(runtime: train.Runtime, folder: str, flags: dict, backend: str)
         model = train.build(config, Path(folder), runtime)
     training = train.make_training(model, config, runtime, 4)
     steps(training, tiny.samples(8), 2)  # the same kinds of batches, in a new model of the same code
-    graphs = counters["stats"]["unique_graphs"]
+    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     for longest in (30, 47, 61):
         steps(training, tiny.samples(8, longest, longest), 1)
-    return result | dict(graphs=graphs, graphs_later=counters["stats"]["unique_graphs"])
-
-
-def kept_for_backward(runtime: train.Runtime, folder: str, flags: dict, backend: str) -> int:
-    """Elements of the largest matrix of floats that a step keeps from forward to backward."""
-    config, largest = configuration(folder, **flags), 0
-    with with_backend(backend):
-        model = train.build(config, Path(folder), runtime)
-    training = train.make_training(model, config, runtime, 1)
-
-    def pack(tensor):
-        nonlocal largest
-        if tensor.dim() == 2 and tensor.is_floating_point():
-            largest = max(largest, tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        steps(training, tiny.samples(2, longest=8), 1)
-    return largest
+    return result | dict(graphs=graphs, breaks=breaks, graphs_later=counters["stats"]["unique_graphs"])
