@@ -36,9 +36,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
-from scripts import activations, adapters, checkpoint, checks, data, evaluation, experts, flops  # noqa: E402
-from scripts import launcher, logs, loss, models, neftune, optim, places, plan, prequantized  # noqa: E402
-from scripts import profiling, state, trained, vocabulary  # noqa: E402
+from scripts import activations, adapters, checkpoint, checks, compiled, data, evaluation  # noqa: E402
+from scripts import experts, flops, launcher, logs, loss, models, neftune, optim, places, plan  # noqa: E402
+from scripts import prequantized, profiling, state, trained, vocabulary  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.models import blocks_of  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
@@ -208,6 +208,7 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     reentrant_checkpointing: bool = option(False, "the reentrant form of checkpointing")
     use_cpu_offload: bool = option(False, "keep parameters, gradients and optimiser state in host memory")
     use_activation_cpu_offload: bool = option(False, "keep saved activations in host memory until backward")
+    compile: bool = option(False, "torch.compile every block: faster steps after a slow start")
     no_sync: bool = option(False, "reduce gradients once per step, not per micro-batch; holds them whole")
     low_memory: bool = option(True, "read only this process's rows; false: every process reads whole tensors")
     loading_workers: int = option(-1, "threads per process that read and quantise; -1: one", low=-1)
@@ -596,6 +597,18 @@ def start_adapters(model: Model, blocks: nn.ModuleList, config: Config) -> None:
         init_magnitudes(model.module, blocks, model.mesh)
 
 
+def change_forward(module: nn.Module, blocks: nn.ModuleList, config: Config) -> None:
+    """What the model's and the blocks' forward do, outermost last; before sharding, so that FSDP's hooks
+    stand around it."""
+    use_fused_loss(module, config.label_smoothing)
+    if config.neftune_alpha:
+        neftune.add_noise(module, config.neftune_alpha)
+    if config.compile:
+        compiled.compile_blocks(blocks, config)
+    if config.use_gradient_checkpointing:
+        activations.recompute_blocks(blocks, config.reentrant_checkpointing)
+
+
 def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
     """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows. `stored`
     is where weights come from, the folder's unless given."""
@@ -641,11 +654,7 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
                   notes=stored.notes(), modules_to_save=trained.written_names(module, saved),
                   trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad))
     map_parameters(module, lambda p: p.to(config.numbers.trained) if p.requires_grad else p)
-    use_fused_loss(module, config.label_smoothing)
-    if config.neftune_alpha:
-        neftune.add_noise(module, config.neftune_alpha)
-    if config.use_gradient_checkpointing:
-        activations.recompute_blocks(blocks, config.reentrant_checkpointing)
+    change_forward(module, blocks, config)
     mesh = make_mesh(config, runtime)
     facts["units"] = shard(module, blocks, config, mesh)
     checks.room(module, blocks, config, runtime)

@@ -1,6 +1,7 @@
 """Compares the processor time of one training step between train types, in one process.
 
     python scripts/bench_steps.py --train_types custom_qlora,qlora,bnb_dora [--batch_size 8] [--steps 6]
+    python scripts/bench_steps.py --train_types lora,lora+compile      # under --compile, beside without
 
 All types are loaded side by side and make their steps in turn on the same batches, so that a machine's
 changing speed meets all of them alike; printed are medians and, pair by pair, ratios to the first type.
@@ -18,7 +19,8 @@ def prepare(train_types: list[str], folder: Path, runtime) -> tuple[dict, list, 
     import train
     trainings = {}
     for name in train_types:
-        config = train.Config(model_name=str(folder), train_type=name)
+        kind, _, more = name.partition("+")
+        config = train.Config(model_name=str(folder), train_type=kind, compile=more == "compile")
         trainings[name] = train.make_training(train.build(config, folder, runtime), config, runtime, 1000)
     held = train.load_data(config, folder)
     return trainings, held.train, held.pad
@@ -43,11 +45,11 @@ def report(seconds: dict[str, list[float]]) -> None:
     for name, (_, *taken) in seconds.items():
         ratio = statistics.median(a / b for a, b in zip(taken, first))
         median = statistics.median(taken)
-        print(f"{name:<16} {median:6.2f} s of processor time per step, {ratio:.2f} x the first")
+        print(f"{name:<20} {median:6.2f} s of processor time per step, {ratio:.2f} x the first")
 
 
 def main(
-    train_types: str = "custom_qlora,qlora,bnb_dora",  # comma-separated; compared to the first
+    train_types: str = "custom_qlora,qlora,bnb_dora",  # TYPE or TYPE+compile; compared to the first
     model_name: str = "",  # folder or hub id; default: the embedded model
     batch_size: int = 8,  # examples per step
     steps: int = 6,  # steps of each type; the first is not counted

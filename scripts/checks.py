@@ -4,7 +4,7 @@ import importlib.util
 import os
 import socket
 
-from scripts import checkpoint, data, models, optim, profiling, state, vocabulary
+from scripts import checkpoint, compiled, data, models, optim, profiling, state, vocabulary
 from scripts.flags import UserError
 
 PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
@@ -124,7 +124,7 @@ def devices(config, processes: int, accelerators: int) -> list[str]:
         problems.append(f"--world_size {config.world_size}: only {accelerators} accelerator(s) here")
     if config.attn_implementation in ("flex_attention", "flash_attention_2") and not accelerators:
         problems.append(f"--attn_implementation {config.attn_implementation}: trains on accelerators only")
-    return problems
+    return problems + (compiled.problems(accelerators) if config.compile else [])
 
 
 def model_folders(config) -> list[str]:

@@ -380,6 +380,9 @@ def worlds(config) -> int:
 
 def answer(config) -> None:
     """`train.py --plan`: prints the plan, then what to change, or how much more fits."""
+    if config.compile:
+        print("planned as without --compile: what compiled blocks hold on the way is not known beforehand")
+        config = dataclasses.replace(config, compile=False)
     made, rows, sizes = plan(config, worlds(config), config.plan), [], {}
     print(report(made), flush=True)
     if made.verdict()[0] == "fits":

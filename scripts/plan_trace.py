@@ -409,6 +409,7 @@ def stand_ins(train, config) -> list:
         (masking_utils, "find_packed_sequence_indices", packed if config.packing else lambda ids: None),
         *((quantize, name, lambda device: torch.empty(256, device=device))
           for name in ("dynamic_map", "linear_map")),
+        (quantize, "nf4_bins", lambda: (torch.empty(65, dtype=torch.uint8), torch.empty(65))),
         (quantize, "compiled_kernel", lambda *args: None),
         (quantize.HQQ, "quantize", hqq_quantize),
         # It reads whether a gradient overflowed.

@@ -38,7 +38,7 @@ FREE = {"model_name", "llama_pro_path", "dataset", "skip_bad_rows", "eval_datase
         "async_save", "resume", "batch_size", "gradient_accumulation_steps", "world_size",
         "sharding_strategy", "hybrid_shard_size", "attn_implementation", "wrap_policy",
         "use_gradient_checkpointing", "reentrant_checkpointing", "use_cpu_offload",
-        "use_activation_cpu_offload", "no_sync", "low_memory", "loading_workers", "master_addr",
+        "use_activation_cpu_offload", "compile", "no_sync", "low_memory", "loading_workers", "master_addr",
         "master_port", "timeout_minutes", "error_dir", "skip_nonfinite_steps", "trust_remote_code",
         *(spec.name for flags in (logs.Flags, profiling.Flags, plan.Flags)
           for spec in dataclasses.fields(flags))}

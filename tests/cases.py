@@ -46,14 +46,14 @@ def configuration(folder: str, **flags) -> train.Config:
 
 def whole(model: train.Model) -> dict:
     return {
-        train.adapters.plain_name(name): p.detach().full_tensor().float().clone()
+        train.adapters.plain_name(name): p.detach().full_tensor().float().cpu().clone()
         for name, p in model.trained().items()
     }
 
 
 def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(
-        tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     ).hexdigest()
 
 
@@ -540,3 +540,28 @@ def refused(runtime: train.Runtime, folder: str, flags: dict) -> str | None:
         train.build(configuration(folder, **flags), Path(folder), runtime)
     except train.UserError as error:
         return str(error)
+
+
+def with_backend(backend: str):
+    """Compiled blocks by another backend than torch.compile's own."""
+    make = train.compiled.compile_blocks
+    return mock.patch.object(train.compiled, "compile_blocks", lambda *args: make(*args, backend=backend))
+
+
+def compiled_fit(runtime: train.Runtime, folder: str, flags: dict, backend: str) -> dict:
+    """`fit` under --compile; how many graphs it compiled, how often code was left out of
+    them, and how many graphs there are after batches of other lengths."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    with with_backend(backend):
+        result = fit(runtime, folder, flags)
+        config = configuration(folder, **flags)
+        model = train.build(config, Path(folder), runtime)
+    training = train.make_training(model, config, runtime, 4)
+    steps(training, tiny.samples(8), 2)  # the same kinds of batches, in a new model of the same code
+    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    for longest in (30, 47, 61):
+        steps(training, tiny.samples(8, longest, longest), 1)
+    return result | dict(graphs=graphs, breaks=breaks, graphs_later=counters["stats"]["unique_graphs"])

@@ -43,6 +43,52 @@ def test_hqq_is_hqqs_own(n_bits, group_size, dtype):
     assert (found.float() - weight).norm() / weight.norm() < 0.9 / 2 ** (n_bits - 1)
 
 
+@pytest.mark.parametrize("n_bits", [8, 4, 3, 2])
+def test_hqq_in_chunks_gives_hqqs_bits(monkeypatch, n_bits):
+    """Codes, scales and zeros; with blocks of zeros and of one value, and a last chunk that is shorter."""
+    from hqq.core.quantize import Quantizer
+
+    monkeypatch.setattr(quantize, "CHUNK", 64 * 100)
+    torch.manual_seed(n_bits)
+    weight = torch.randn(128, 192).bfloat16()
+    weight[3], weight[4], weight[5, :64] = 0, 1e-5, 0.7
+    packed, meta = Quantizer.quantize(
+        weight, nbits=n_bits, group_size=64, axis=1, device="cpu", round_zero=n_bits == 4
+    )
+    codes, scale, zero = quantize.quantize_hqq(weight.view(-1, 64), n_bits)
+    assert torch.equal(Quantizer.pack[meta["packing"]](codes), packed)
+    assert torch.equal(scale, meta["scale"]) and torch.equal(zero, meta["zero"])
+
+
+def awkward_blocks() -> torch.Tensor:
+    """(rows, 64) fp32: each limit between two codes and its 40 neighbours on both sides, the edges of the bins,
+    zeros, subnormals, infinities and NaN."""
+    from bitsandbytes.functional import get_4bit_type
+
+    code = get_4bit_type("nf4", device="cpu")
+    limits = ((code[:-1] + code[1:]) / 2).view(torch.int32)
+    near = (limits[:, None] + torch.arange(-40, 41, dtype=torch.int32)).view(torch.float32).flatten()
+    values = torch.cat([near, torch.linspace(-1, 1, 65)])
+    values = torch.cat([values, torch.zeros(-len(values) % 63)]).view(-1, 63)
+    whole = torch.cat([values, torch.ones(len(values), 1)], 1)
+    odd = torch.randn(5, 64)
+    odd[0], odd[1], odd[2, 3], odd[3, 4], odd[4, 5] = 0, 1e-41, torch.nan, torch.inf, -torch.inf
+    return torch.cat([whole, odd, torch.randn(5000, 64)])
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+def test_nf4_is_bitsandbytes_own_at_every_limit(dtype):
+    import bitsandbytes  # noqa: F401
+
+    weight = awkward_blocks().to(dtype)
+    before = weight.clone()
+    packed, absmax = quantize.NF4().quantize_rows(weight)
+    own, blocks = torch.ops.bitsandbytes.quantize_4bit(weight, 64, "nf4", torch.uint8)
+    assert torch.equal(packed.flatten(), own.flatten())
+    torch.testing.assert_close(absmax.flatten(), blocks, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(weight, before, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     "kernel, used", [("right", True), ("wrong", False), ("broken", False), (None, False)]
 )
