@@ -291,7 +291,8 @@ def kebab_flags(argv: list[str]) -> list[str]:
     """argv with `--flag_name` written `--flag-name`, the one spelling that fastcore's parser knows."""
     def fix(word: str) -> str:
         name, equals, value = word.partition("=")
-        return name.replace("_", "-") + equals + value if word.startswith("--") else word
+        is_flag = word.startswith("--") and " " not in name  # and no text of several flags
+        return name.replace("_", "-") + equals + value if is_flag else word
     return [fix(word) for word in argv]
 
 
