@@ -37,8 +37,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
-from scripts import activations, adapters, checkpoint, checks, data, evaluation, flops, launcher  # noqa: E402
-from scripts import logs, loss, neftune, optim, places, plan, profiling, state, trained  # noqa: E402
+from scripts import activations, adapters, attention, checkpoint, checks, data, evaluation  # noqa: E402
+from scripts import flops, launcher, logs, loss, neftune, optim, places, plan, profiling  # noqa: E402
+from scripts import state, trained  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
 
@@ -193,7 +194,8 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     sharding_strategy: str = option("full_shard", "what the processes share", tuple(SHARDINGS))
     hybrid_shard_size: int | None = option(None, "processes that share one copy under hybrid_*; without it "
                                                  "those of a node", low=1)
-    attn_implementation: str = option("auto", "attention; auto: sdpa, or eager where a model caps its scores",
+    attn_implementation: str = option("auto", "attention; auto: sdpa document by document, without padding; "
+                                              "eager where a model caps its scores",
                                       ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2"))
     wrap_policy: str = option("decoder", "FSDP units: blocks, or also their attention and MLP", WRAP_POLICIES)
     use_gradient_checkpointing: bool = option(True, "recompute blocks in backward, keep no activations")
@@ -390,9 +392,10 @@ def use_fused_loss(model: nn.Module, smoothing: float = 0.0) -> None:
         spread = smoothing if self.training else 0.0
         return loss.chunked_cross_entropy(hidden, self.weight, self.bias, labels, transform, spread)
 
-    def forward(self, input_ids, positions, labels=None, **packed):
+    def forward(self, input_ids, positions, labels=None, documents=(), **packed):
         if packed and one_row:  # flat positions stay what they are
             input_ids, packed = input_ids.view(1, -1), {name: t.view(1, -1) for name, t in packed.items()}
+        packed |= dict(documents=documents) if documents and attention.used(model) else {}
         hidden = self.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
         return head(hidden.flatten(0, 1).index_select(0, positions), labels)
     head.forward = types.MethodType(head_loss, head)
@@ -401,22 +404,24 @@ def use_fused_loss(model: nn.Module, smoothing: float = 0.0) -> None:
 
 # ------------------------------------------------------------------------------------------------------ model
 
-def empty_model(folder: Path, dtype: torch.dtype, attention: str = "auto"):
+def empty_model(folder: Path, dtype: torch.dtype, wanted: str = "auto"):
     """The model with parameters on the meta device and real buffers, so that RoPE's inv_freq is right from
     the start. SDPA leaves out Gemma 2's cap on attention scores, hence `auto`."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(folder)
-        if attention == "auto":
-            attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+        auto = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=auto if wanted == "auto" else wanted)
     except (ValueError, KeyError, OSError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{folder}: transformers cannot build this model: {reason}") from error
     model.tie_weights()  # meta initialisation made two parameters of tied ones
     model.config.use_cache = False
+    if wanted == "auto" and attention.suits(model):
+        attention.use(model)
     return model
 
 
@@ -827,8 +832,10 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
     any other. Returns whether all were made: a signal to any rank ends training, saved, after a step."""
     config, runtime = training.config, training.runtime
 
+    flat = attention.used(training.model.module)
+
     def prepare(window):  # on the host, by a thread, a step ahead
-        return [held.collate(rows, config.packing) for rows in window]
+        return [held.collate(rows, config.packing, flat) for rows in window]
     stops.at_once = False
     for epoch, windows in epochs(training, held, total):
         for window, collated in prefetch(windows, prepare, 2):

@@ -1,4 +1,4 @@
-"""Runs train.py and the same training with TRL (scripts/hf_train.py), or with other flags, in turn, and prints
+"""Runs train.py and the same training with TRL (scripts/hf_train.py), or with other flags, in turn; prints
 ratios.
 
     python -m venv trl && trl/bin/pip install torch==2.13.0 transformers==5.24.0 peft==0.21.2 trl==1.16.0
@@ -10,7 +10,6 @@ meets both; a ratio is the median over rounds of the quotient of a round's two m
 run, in which libraries warm up, are left out of times.
 """
 import json
-import os
 import shlex
 import statistics
 import subprocess
@@ -89,9 +88,9 @@ def linear(n: int, inputs: int, outputs: int, forward: int, trained: bool) -> li
 
 
 def products(model, blocks, tokens: int, supervised: int, length: int, recompute: bool) -> list[Product]:
-    """The matrix products of one rank's step, of a model with whole (meta) weights: every linear of the blocks
-    over all `tokens`, causal attention (half of its products) of examples of `length` tokens, the head over
-    the `supervised` ones. Recomputing makes the blocks' forward ones twice."""
+    """The matrix products of one rank's step, of a model with whole (meta) weights: every linear of the
+    blocks over all `tokens`, causal attention (half of its products) of examples of `length` tokens, the head
+    over the `supervised` ones. Recomputing makes the blocks' forward ones twice."""
     import torch.nn as nn
     config, forward, found = model.config, 1 + recompute, []
     for block in blocks:
@@ -180,9 +179,8 @@ def run(command: list[str], output: Path) -> Run:
     """Runs one training and watches its metrics.jsonl. Raises RuntimeError with what it said if it fails."""
     start, rows, first, file = time.perf_counter(), [], 0.0, output / "metrics.jsonl"
     file.unlink(missing_ok=True)
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    log = tempfile.TemporaryFile("w+")
-    with subprocess.Popen([*command, "--output_dir", str(output)], stdout=log, stderr=log, env=env) as process:
+    command, log = [*command, "--output_dir", str(output)], tempfile.TemporaryFile("w+")
+    with subprocess.Popen(command, stdout=log, stderr=log) as process:
         while process.poll() is None:
             lines = file.read_text().splitlines() if file.exists() else []
             if len(lines) > len(rows):

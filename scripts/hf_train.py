@@ -1,11 +1,11 @@
-"""The same training as train.py's, made by TRL's SFTTrainer and PEFT: what scripts/benchmark.py compares with.
+"""The same training as train.py's, by TRL's SFTTrainer and PEFT: what scripts/benchmark.py compares with.
 
-    trl/bin/python scripts/hf_train.py --train_type lora --model_name ./llama --dataset my_data.jsonl [--trl_fsdp true]
+    trl/bin/python scripts/hf_train.py --train_type lora --model_name ./llama --dataset my_data.jsonl
 
-Takes train.py's flags, as far as TRL has the same thing, and writes the same metrics.jsonl. The adapter starts
-from the same numbers and a step gets the same examples, so the losses agree (--trl_data true: TRL makes its
-own batches instead). Several processes train with DDP, or with FSDP2 through accelerate. It runs in an
-environment of its own, which scripts/benchmark.py says how to make.
+Takes train.py's flags, as far as TRL has the same thing, and writes the same metrics.jsonl. The adapter
+starts from the same numbers and a step gets the same examples, so the losses agree (--trl_data true: TRL
+makes its own batches instead). Several processes train with DDP, or (--trl_fsdp true) with FSDP2 through
+accelerate. It runs in an environment of its own, which scripts/benchmark.py says how to make.
 """
 import dataclasses
 import json
@@ -88,11 +88,12 @@ def start_adapter(model, seed: int) -> None:
             parameter.data.copy_(adapters.initial(plain, parameter.shape, seed))
 
 
-def in_order(held: data.Held, config: Config, packed: bool) -> list[list[int]]:
-    """The rows of all epochs that are needed, in train.py's order: the processes' batches one after another."""
+def in_order(held: data.Held, config: Config) -> list[list[int]]:
+    """The rows of all epochs that are needed, in train.py's order: the processes' batches one after another.
+    """
     rows, epoch, wanted = [], 0, config.max_steps * config.batch_size * config.gradient_accumulation_steps
     while len(rows) < wanted * max(1, config.world_size):
-        made = packing.rows_of_epoch(held.lengths, dataclasses.replace(config, packing=packed), epoch)
+        made = packing.rows_of_epoch(held.lengths, config, epoch)
         rows += [made[i] for i in packing.permutation(len(made), config.seed, epoch)]
         epoch += 1
     return rows
@@ -101,7 +102,8 @@ def in_order(held: data.Held, config: Config, packed: bool) -> list[list[int]]:
 def make_dataset(held: data.Held, config: Config):
     """Tokens and labels for TRL: train.py's rows in its order, or the samples as they are."""
     from datasets import Dataset
-    rows = [[i] for i in range(len(held.train))] if config.trl_data else in_order(held, config, config.packing)
+    alone = [[i] for i in range(len(held.train))]
+    rows = alone if config.trl_data else in_order(held, config)
     columns = dict(input_ids=[], labels=[], seq_lengths=[])
     for row in rows:
         samples = [held.train[i] for i in row]
@@ -159,7 +161,7 @@ class Rows:
             print(f"step {step}/{trainer.args.max_steps}  {logs.describe(row)}", flush=True)
 
 
-def make_trainer(config: Config, folder: Path, held: data.Held, kept: dict):
+def make_trainer(config: Config, folder: Path, held: data.Held):
     """An SFTTrainer with train.py's schedule that writes train.py's rows."""
     import torch
     from trl import SFTTrainer
@@ -198,7 +200,7 @@ def work(config: Config) -> int:
     folder = checkpoint.find_folder(config.weights)
     held = train.load_data(config, folder)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-    trainer = make_trainer(config, folder, held, {})
+    trainer = make_trainer(config, folder, held)
     if trainer.accelerator.is_main_process:
         trainer.rows.file.unlink(missing_ok=True)
     trainer.rows.clock = time.perf_counter()

@@ -226,6 +226,25 @@ def small_files(runtime: train.Runtime, *args) -> torch.Tensor:
         train.checkpoint.SAVED_FILE_BYTES = 2 * 2**30
 
 
+def flat_and_padded(runtime: train.Runtime, folder: str) -> dict:
+    """Losses and gradient norms of a batch without padding, and of padded rows under transformers' masks."""
+    samples, found = tiny.samples(5, seed=4), dict(attention=[], lengths=[], losses=[], norms=[])
+    held = data.Held.__new__(data.Held)
+    held.train, held.lengths, held.pad = samples, [len(s.ids) for s in samples], 1
+    for kind in ("auto", "sdpa"):
+        config = configuration(folder, train_type="full", attn_implementation=kind)
+        module = train.build(config, Path(folder), runtime).module
+        batch = held.collate([[i] for i in range(5)], False, train.attention.used(module))
+        given, _ = data.arguments(batch, runtime.device)
+        loss = module(**given)
+        loss.backward()
+        found["attention"].append(module.config._attn_implementation)
+        found["lengths"].append(batch["input_ids"].numel())
+        found["losses"].append(loss.item())
+        found["norms"].append([p.grad.full_tensor().norm().item() for p in module.parameters()])
+    return found
+
+
 def packed_losses(runtime: train.Runtime, folder: str, rows: list, others: list, attention: str) -> dict:
     """Summed losses of the documents of packed rows: alone, packed, and packed among other documents. "one row"
     lays all rows of a batch behind one another, as flash attention needs it."""
