@@ -12,7 +12,7 @@ def suits(model) -> bool:
     """Whether this is all that a model's layers do: others (chunks, recurrences, caps on scores) need masks
     or more."""
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    common = getattr(model, "_supports_attention_backend", False)  # it calls transformers' attention functions
+    common = getattr(model, "_supports_attention_backend", False)  # calls what transformers registers
     return bool(common) and model.config._attn_implementation == "sdpa" and kinds <= LAYERS
 
 

@@ -103,7 +103,8 @@ def products(model, blocks, tokens: int, supervised: int, length: int, recompute
     examples, half = max(1, tokens // length), len(blocks) / 2
     found += [Product(examples * heads, length, size, length, (forward + 1) * half),  # scores; their gradient
               Product(examples * heads, length, length, size, (forward + 3) * half)]  # and those of q, k, v
-    return found + linear(supervised, *reversed(model.get_output_embeddings().weight.shape), 1, False)
+    head = model.get_output_embeddings().weight
+    return found + linear(supervised, head.shape[1], head.shape[0], 1, head.requires_grad)
 
 
 # ------------------------------------------------------------------------------------------------- the floor
