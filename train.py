@@ -395,7 +395,7 @@ def use_fused_loss(model: nn.Module, smoothing: float = 0.0) -> None:
     def forward(self, input_ids, positions, labels=None, documents=(), **packed):
         if packed and one_row:  # flat positions stay what they are
             input_ids, packed = input_ids.view(1, -1), {name: t.view(1, -1) for name, t in packed.items()}
-        packed |= dict(documents=documents) if documents and attention.used(model) else {}
+        packed |= dict(documents=documents) if attention.used(model) else {}
         hidden = self.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
         return head(hidden.flatten(0, 1).index_select(0, positions), labels)
     head.forward = types.MethodType(head_loss, head)

@@ -4,6 +4,8 @@ computed between documents, and rows of unequal examples need no padding.
 """
 import torch
 
+from scripts.flags import UserError
+
 NAME, SHORTEST = "documents", 32  # documents up to that many tokens are one group
 LAYERS = {"full_attention", "sliding_attention"}  # layers that look at nothing but tokens before them
 
@@ -50,10 +52,14 @@ def documents(position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return *groups, place
 
 
-def attend(module, query, key, value, attention_mask, documents=(), sliding_window=None, **kwargs):
+def attend(module, query, key, value, attention_mask, documents=None, sliding_window=None, **kwargs):
     """An attention function of transformers': query (rows, heads, length, size), key and value with as many
-    or fewer heads -> (rows, length, heads, size) and no weights."""
+    or fewer heads -> (rows, length, heads, size) and no weights. `documents` of () are whole rows. Raises
+    UserError for a model that does not hand them on or makes masks or biases of its own."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
+    if documents is None or attention_mask is not None or kwargs.get("position_bias") is not None:
+        name = type(module).__name__
+        raise UserError(f"{name} cannot attend inside documents: use --attn_implementation sdpa")
     if not documents:
         mask = window(query.shape[2], sliding_window, query.device)
         return sdpa(module, query, key, value, mask, **kwargs)

@@ -159,7 +159,7 @@ def logits(
 
     def forward(input_ids, positions, labels):  # the head without the loss, in the same FSDP unit
         head.forward = lambda hidden: transform(torch.nn.functional.linear(hidden, head.weight, head.bias))
-        return head(module.base_model(input_ids=input_ids, use_cache=False).last_hidden_state)
+        return head(module.base_model(input_ids=input_ids, use_cache=False, documents=()).last_hidden_state)
 
     module.forward = forward
     with torch.no_grad():

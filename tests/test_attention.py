@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import tiny
 from scripts import attention, data, packing
+from scripts.flags import UserError
 
 
 def positions(rows: list[list[int]]) -> torch.Tensor:
@@ -56,6 +57,13 @@ def test_equals_a_mask(rows, window):
     grads = [torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (found, wanted)]
     for a, b in zip([found, *grads[0]], [wanted, *grads[1]]):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("given", [dict(), dict(documents=(), position_bias=1), dict(documents=(), mask=1)])
+def test_models_that_do_more_are_refused(given):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(UserError, match="SimpleNamespace.*--attn_implementation sdpa"):
+        attention.attend(types.SimpleNamespace(), q, q, q, given.pop("mask", None), **given)
 
 
 def test_full_rows_need_no_groups():
