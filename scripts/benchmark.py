@@ -1,7 +1,8 @@
 """Runs train.py and the same training with TRL (scripts/hf_train.py), or with other flags, in turn; prints
 ratios.
 
-    python -m venv trl && trl/bin/pip install torch==2.13.0 transformers==5.24.0 peft==0.21.2 trl==1.16.0
+    python -m venv trl && trl/bin/pip install torch==2.13.0 transformers==5.24.0 peft==0.21.2 \\
+        bitsandbytes==0.50.2 trl==1.16.0
     python scripts/benchmark.py --trl_python trl/bin/python --flags "--model_name ./llama --train_type lora"
     python scripts/benchmark.py --against "--world_size 1" --flags "--train_type lora"
 

@@ -207,6 +207,9 @@ def work(config: Config) -> int:
     trainer.train()
     if config.save_model:
         trainer.save_model()
+    del trainer
+    if config.world_size > 1:
+        train.stop_runtime()
     return 0
 
 
