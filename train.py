@@ -36,9 +36,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
-from scripts import activations, adapters, checkpoint, checks, compiled, data, evaluation  # noqa: E402
-from scripts import experts, flops, launcher, logs, loss, models, neftune, optim, places, plan  # noqa: E402
-from scripts import prequantized, profiling, state, trained, vocabulary  # noqa: E402
+from scripts import activations, adapters, attention, checkpoint, checks, compiled, data  # noqa: E402
+from scripts import evaluation, experts, flops, launcher, logs, loss, models, neftune, optim  # noqa: E402
+from scripts import places, plan, prequantized, profiling, state, trained, vocabulary  # noqa: E402
 from scripts.flags import UserError, option, parse_flags  # noqa: E402
 from scripts.models import blocks_of  # noqa: E402
 from scripts.quantize import QUANTIZERS  # noqa: E402
@@ -200,7 +200,8 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     sharding_strategy: str = option("full_shard", "what the processes share", tuple(SHARDINGS))
     hybrid_shard_size: int | None = option(None, "processes that share one copy under hybrid_*; without it "
                                                  "those of a node", low=1)
-    attn_implementation: str = option("auto", "attention; auto: flash-attn where it can be used, or sdpa, or "
+    attn_implementation: str = option("auto", "attention; auto: flash-attn where it can be used, or sdpa "
+                                              "document by document without padding, or "
                                               "eager where a model caps its scores",
                                       ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2"))
     wrap_policy: str = option("decoder", "FSDP units: blocks, or also their attention and MLP", WRAP_POLICIES)
@@ -351,9 +352,10 @@ def use_fused_loss(model: nn.Module, smoothing: float = 0.0) -> None:
             return loss.streamed_cross_entropy(hidden, self, labels, transform, spread)
         return loss.chunked_cross_entropy(hidden, self.weight, self.bias, labels, transform, spread)
 
-    def forward(self, input_ids, positions, labels=None, real=None, **packed):
+    def forward(self, input_ids, positions, labels=None, documents=(), real=None, **packed):
         if packed and one_row:  # flat positions stay what they are
             input_ids, packed = input_ids.view(1, -1), {name: t.view(1, -1) for name, t in packed.items()}
+        packed |= dict(documents=documents) if attention.used(model) else {}
         balanced = balance and self.training
         if balance:
             packed["output_router_logits"] = balanced
@@ -614,7 +616,7 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
     is where weights come from, the folder's unless given."""
     module, kind = empty_model(folder, config.numbers.frozen, config.attn_implementation, config.rope_scaling,
                                config.trust_remote_code, config.add_tokens), config.type
-    models.choose_attention(module, config.attn_implementation, config.numbers.compute, accelerator_count())
+    models.choose_attention(module, config, accelerator_count())
     stored = stored or vocabulary.grown(prequantized.open_weights(folder), module, config)
     runtime.phase("after_model_created")
     blocks, targets = blocks_of(module), []
@@ -791,8 +793,10 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
     any other. Returns whether all were made: a signal to any rank ends training, saved, after a step."""
     config, runtime = training.config, training.runtime
 
+    flat = attention.used(training.model.module)
+
     def prepare(window):  # on the host, by a thread, a step ahead
-        return [held.collate(rows, config.packing) for rows in window]
+        return [held.collate(rows, config.packing, flat) for rows in window]
     stops.at_once = False
     for epoch, windows in epochs(training, held, total):
         for window, collated in prefetch(windows, prepare, 2):

@@ -75,8 +75,11 @@ class Held:
     def __post_init__(self):
         self.pad, self.lengths = pad_id(self.tokenizer), self.train.lengths
 
-    def collate(self, rows: list[list[int]], packed: bool) -> dict:
-        """Rows of sample numbers -> tensors; packed ones with the position ids that keep samples apart."""
+    def collate(self, rows: list[list[int]], packed: bool, flat: bool = False) -> dict:
+        """Rows of sample numbers -> tensors; packed ones with the position ids that keep samples apart.
+        `flat`: all samples in one row, so that nothing is padded."""
+        if flat and len({sum(self.lengths[i] for i in row) for row in rows}) > 1:
+            return collate_packed([[self.train[i] for row in rows for i in row]], self.pad)
         if packed:
             return collate_packed([[self.train[i] for i in row] for row in rows], self.pad)
         return collate([self.train[i] for row in rows for i in row], self.pad)
@@ -291,7 +294,8 @@ def kebab_flags(argv: list[str]) -> list[str]:
     """argv with `--flag_name` written `--flag-name`, the one spelling that fastcore's parser knows."""
     def fix(word: str) -> str:
         name, equals, value = word.partition("=")
-        return name.replace("_", "-") + equals + value if word.startswith("--") else word
+        is_flag = word.startswith("--") and " " not in name  # and no text of several flags
+        return name.replace("_", "-") + equals + value if is_flag else word
     return [fix(word) for word in argv]
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from scripts import attention
 from scripts.flags import UserError
 
 
@@ -126,13 +127,14 @@ def check_logits(model: nn.Module, transform: Callable) -> None:
 
 # -------------------------------------------------------------------------------------------------- attention
 
-def choose_attention(model: nn.Module, wanted: str, compute: torch.dtype, accelerators: int) -> None:
-    """Sets the attention that `auto` stands for: eager where attention scores are capped, which SDPA leaves
-    out; FlashAttention 2 where the package is there and can be used; else what transformers chose (SDPA, or
-    eager for models that do not have it)."""
-    if wanted != "auto":
+def choose_attention(model: nn.Module, flags, accelerators: int) -> None:
+    """Sets the attention that --attn_implementation auto stands for: eager where attention scores are capped,
+    which SDPA leaves out; FlashAttention 2 where the package is there and can be used; SDPA document by
+    document where that is all that the layers do, and no graph is to hold it; else what transformers chose
+    (SDPA, or eager for models that do not have it)."""
+    if flags.attn_implementation != "auto":
         return
-    config, usual = model.config, "flash_attention_2"
+    config, compute, usual = model.config, flags.numbers.compute, "flash_attention_2"
     listed = getattr(model, "_compatible_flash_implementations", None)
     flash = (accelerators and compute.itemsize == 2 and getattr(model, "_supports_flash_attn", False)
              and (not listed or usual in listed) and not getattr(config, "alibi", False)
@@ -140,6 +142,8 @@ def choose_attention(model: nn.Module, wanted: str, compute: torch.dtype, accele
     chosen = "eager" if getattr(config, "attn_logit_softcapping", None) else usual if flash else None
     if chosen and chosen != config._attn_implementation:
         model.set_attn_implementation(chosen)
+    elif not chosen and not flags.compile and attention.suits(model):
+        attention.use(model)
 
 
 # ------------------------------------------------------------------------------------------------------- RoPE

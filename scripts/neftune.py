@@ -13,8 +13,8 @@ def document_lengths(positions: torch.Tensor) -> torch.Tensor:
 
 
 def add_noise(model: nn.Module, alpha: float) -> None:
-    """Hooks on the embedding, which keep parameter names as they are. Packed documents count their own
-    tokens; a padded row counts its whole length, as in transformers and TRL."""
+    """Hooks on the embedding, which keep parameter names as they are. Documents of one
+    row count their own tokens, as the paper's; a padded row its whole length, as in transformers and TRL."""
     seen = {}
 
     def remember(module, args, kwargs):

@@ -150,11 +150,16 @@ def collate_packed(rows: list[list[Sample]], pad_id: int) -> dict:
 def arguments(batch: dict, device) -> tuple[dict, int]:
     """A collated batch -> the model's arguments on `device`, and the number of supervised tokens.
 
-    The supervised positions (flat) and their labels are picked out here, on the host, so that no shape on the
-    device depends on a value there.
+    The supervised positions (flat) and their labels are picked out here, on the host, and so are the
+    documents of packed rows, so that no shape on the device depends on a value there.
     """
+    from scripts import attention
     targets = batch["targets"].flatten()
     positions = (targets != IGNORE).nonzero().flatten()
     sent = {name: tensor for name, tensor in batch.items() if name != "targets"}
     sent |= dict(positions=positions, labels=targets[positions])
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in sent.items()}, len(positions)
+    sent = {name: tensor.to(device, non_blocking=True) for name, tensor in sent.items()}
+    if "position_ids" in batch:
+        groups = attention.documents(batch["position_ids"])
+        sent["documents"] = tuple(tensor.to(device, non_blocking=True) for tensor in groups)
+    return sent, len(positions)

@@ -454,7 +454,8 @@ def fake_group(kind: str, world: int):
 
 
 def make_batch(config, device) -> tuple[dict, int]:
-    """Full rows with every position supervised, and their number of supervised tokens."""
+    """Full rows with every position supervised, and their number of supervised tokens. Packed rows stand for
+    documents that are cut out of them and put back."""
     rows, length = config.batch_size, config.context_length
     tokens = rows * (length - 1)
     host = dict(input_ids=torch.zeros(rows, length, dtype=torch.long),
@@ -462,7 +463,11 @@ def make_batch(config, device) -> tuple[dict, int]:
                 labels=torch.zeros(tokens, dtype=torch.long))
     if config.packing:
         host["position_ids"] = torch.zeros(rows, length, dtype=torch.long)
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in host.items()}, tokens
+    sent = {name: tensor.to(device, non_blocking=True) for name, tensor in host.items()}
+    if config.packing:
+        place = torch.zeros(rows * length, dtype=torch.long).to(device)
+        sent["documents"] = (place.view(rows, length), place)
+    return sent, tokens
 
 
 def fake_from_shard_on(train, modes: contextlib.ExitStack, kind: str):

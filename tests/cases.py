@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import tiny
 import train
 from scripts import loss as loss_module
-from scripts import data
+from scripts import attention, data
 from scripts.quantized import FrozenQuantLinear
 
 
@@ -162,8 +162,9 @@ def logits(
     transform = loss_module.logit_transform(module.config)
 
     def forward(input_ids, positions, labels):  # the head without the loss, in the same FSDP unit
+        packed = dict(documents=()) if attention.used(module) else {}
         head.forward = lambda hidden: transform(type(head).forward(head, hidden))
-        return head(module.base_model(input_ids=input_ids, use_cache=False).last_hidden_state)
+        return head(module.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state)
 
     module.forward = forward
     with torch.no_grad():
@@ -228,6 +229,25 @@ def small_files(runtime: train.Runtime, *args) -> torch.Tensor:
         return logits(runtime, *args)
     finally:
         train.checkpoint.SAVED_FILE_BYTES = 2 * 2**30
+
+
+def flat_and_padded(runtime: train.Runtime, folder: str) -> dict:
+    """Losses and gradient norms of a batch without padding, and of padded rows under transformers' masks."""
+    samples, found = tiny.samples(5, seed=4), dict(attention=[], lengths=[], losses=[], norms=[])
+    held = data.Held.__new__(data.Held)
+    held.train, held.lengths, held.pad = samples, [len(s.ids) for s in samples], 1
+    for kind in ("auto", "sdpa"):
+        config = configuration(folder, train_type="full", attn_implementation=kind)
+        module = train.build(config, Path(folder), runtime).module
+        batch = held.collate([[i] for i in range(5)], False, train.attention.used(module))
+        given, _ = data.arguments(batch, runtime.device)
+        loss = module(**given)
+        loss.backward()
+        found["attention"].append(module.config._attn_implementation)
+        found["lengths"].append(batch["input_ids"].numel())
+        found["losses"].append(loss.item())
+        found["norms"].append([p.grad.full_tensor().norm().item() for p in module.parameters()])
+    return found
 
 
 def packed_losses(runtime: train.Runtime, folder: str, rows: list, others: list, attention: str) -> dict:

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,7 +182,8 @@ def test_packed_documents_are_alone(pool, models, family, attention):
         assert swapped[1:] == inside[1:] and swapped[0] != inside[0]
 
 
-def chosen(models, monkeypatch, family: str, wanted="auto", compute=torch.bfloat16, installed=True, cards=1) -> str:
+def chosen(models, monkeypatch, family: str, wanted="auto", compute=torch.bfloat16, installed=True, cards=1,
+           graphs=False) -> str:  # fmt: skip
     """The attention of a model, where flash-attn is (or is not) installed."""
     import train
 
@@ -190,7 +192,8 @@ def chosen(models, monkeypatch, family: str, wanted="auto", compute=torch.bfloat
     model = train.empty_model(Path(models(family)), compute)
     set_ = []
     monkeypatch.setattr(type(model), "set_attn_implementation", lambda self, name: set_.append(name))
-    train.models.choose_attention(model, wanted, compute, cards)
+    flags = SimpleNamespace(attn_implementation=wanted, numbers=SimpleNamespace(compute=compute), compile=graphs)
+    train.models.choose_attention(model, flags, cards)
     return set_[-1] if set_ else model.config._attn_implementation
 
 
@@ -200,9 +203,10 @@ def chosen(models, monkeypatch, family: str, wanted="auto", compute=torch.bfloat
         ("llama", {}, "flash_attention_2"),
         ("mistral", {}, "flash_attention_2"),
         ("gemma3", {}, "flash_attention_2"),
-        ("llama", dict(installed=False), "sdpa"),
-        ("llama", dict(cards=0), "sdpa"),
-        ("llama", dict(compute=torch.float32), "sdpa"),
+        ("llama", dict(installed=False), "documents"),
+        ("llama", dict(cards=0), "documents"),
+        ("llama", dict(cards=0, graphs=True), "sdpa"),
+        ("gemma3", dict(compute=torch.float32), "documents"),
         ("llama", dict(wanted="eager"), "sdpa"),  # an override is given to transformers, and not looked at here
         ("gemma2", {}, "eager"),
         ("falcon-7b", {}, "flash_attention_2"),
