@@ -368,11 +368,24 @@ def introduce(config, facts: dict, folder: Path, held, runtime, total: int) -> N
     say("run", f"{runtime.world} process(es) on {runtime.device.type}, {config.sharding_strategy}, "
                f"{config.precision}; {total} steps of {examples} examples")
     say("output", config.output_dir)
-    if max(held.lengths) > (facts["positions"] or max(held.lengths)):
-        say("note", f"the model was made for {facts['positions']} positions, the longest row has "
-                    f"{max(held.lengths)}; see --rope_scaling")
+    for text in cautions(config, facts, folder, max(held.lengths)):
+        say("note", text)
     if config.verbose:
         found(facts)
+
+
+def cautions(config, facts: dict, folder: Path, longest: int) -> list[str]:
+    """What may go wrong with this model and these flags, though nothing forbids it."""
+    from scripts.checkpoint import read_json
+    base, texts = read_json(folder / "config.json"), []
+    if longest > (facts["positions"] or longest):
+        texts.append(f"the model was made for {facts['positions']} positions, the longest row has {longest}; "
+                     "see --rope_scaling")
+    if str(config.numbers.compute) == "torch.float16" and \
+            "bfloat16" in (base.get("dtype"), base.get("torch_dtype")):
+        texts.append("the model was made in bf16, whose activations may be too large for fp16; losses that are "
+                     "not finite stop the run (--precision mp_bf16 has no such limit)")
+    return texts
 
 
 def found(facts: dict) -> None:

@@ -404,3 +404,18 @@ def test_a_run_that_does_not_profile_reads_no_memory():
     runtime = alone()
     assert logs.watch_memory(train.Config(), runtime) is runtime
     assert math.isfinite(logs.host_memory()) and train.Runtime.phase("anything") is None
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_cautions(tmp_path, key):
+    """A model made in bf16 that computes in fp16, and rows that are longer than its positions."""
+    (tmp_path / "config.json").write_text(json.dumps({key: "bfloat16"}))
+    few, many = dict(positions=64), dict(positions=None)
+    fp16, bf16 = (train.Config(precision=name) for name in ("mp_fp16_autocast", "mp_bf16_autocast"))
+    assert [text.split(",")[0] for text in logs.cautions(fp16, few, tmp_path, 65)] == [
+        "the model was made for 64 positions",
+        "the model was made in bf16",
+    ]
+    assert logs.cautions(bf16, few, tmp_path, 64) == logs.cautions(bf16, many, tmp_path, 10**6) == []
+    (tmp_path / "config.json").write_text(json.dumps({key: "float16"}))
+    assert logs.cautions(fp16, few, tmp_path, 64) == []
