@@ -383,8 +383,8 @@ def cautions(config, facts: dict, folder: Path, longest: int) -> list[str]:
                      "see --rope_scaling")
     if str(config.numbers.compute) == "torch.float16" and \
             "bfloat16" in (base.get("dtype"), base.get("torch_dtype")):
-        texts.append("the model was made in bf16, whose activations may be too large for fp16; losses that are "
-                     "not finite stop the run (--precision mp_bf16 has no such limit)")
+        texts.append("the model was made in bf16, whose activations may be too large for fp16; losses that "
+                     "are not finite stop the run (--precision mp_bf16 has no such limit)")
     return texts
 
 
