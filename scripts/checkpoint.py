@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 from scripts.flags import UserError
 
@@ -190,7 +190,7 @@ def new_blocks(folder: Path) -> list[int]:
 class Slot:
     """A tensor of the checkpoint and the place in the model it goes to."""
     names: list[str]  # more than one where parameters are tied
-    module: object
+    module: Any
     attribute: str
     shape: tuple[int, ...]  # of a stack (scripts/experts.py) one expert's matrix
     expert: int | None = None
@@ -324,7 +324,7 @@ class Checkpoint:
             for low in range(0, rows, 4096):
                 piece = self.read(name, low, min(rows, low + 4096))
                 total, dtype = total + piece.double().sum(0, keepdim=True), piece.dtype
-            self.means[name] = (total / rows).to(dtype)
+            self.means[name] = (total / rows).to(dtype)  # type: ignore[attr-defined]
         return self.means[name]
 
     def define(self, name: str, pieces: list) -> None:

@@ -91,8 +91,8 @@ class LocalOptimizer(torch.optim.Optimizer):
 
 # ----------------------------------------------------------------------------------------------------- tables
 
-ADAM = dict(betas=(0.9, 0.95))
-LION = dict(kind="Lion", betas=(0.9, 0.99))
+ADAM: dict = dict(betas=(0.9, 0.95))
+LION: dict = dict(kind="Lion", betas=(0.9, 0.99))
 OPTIMIZERS: dict[str, Callable] = {
     "adamw": functools.partial(torch.optim.AdamW, **ADAM),
     "adam": functools.partial(torch.optim.Adam, **ADAM),
