@@ -532,7 +532,7 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
             for name, rows in value.items():
                 put(getattr(slot.module, name), rows)
         elif by_rows(slot):
-            put_rows(slot, *value, mesh)
+            put_rows(slot, value[0], value[1], mesh)
         elif config.low_memory:
             put_broadcast(slot, value, turn % size, runtime.device, mesh)
         else:
@@ -573,7 +573,7 @@ def init_magnitudes(module: nn.Module, blocks: nn.ModuleList, mesh) -> None:
 class Model:
     """A sharded, loaded model and what the other sections want to know of it."""
     module: nn.Module
-    mesh: object
+    mesh: dist.DeviceMesh
     targets: list[str]
     facts: dict  # parameter counts, quantised share, bytes read: for people and for run.json
 

@@ -14,11 +14,11 @@ def find_targets(model: nn.Module, blocks: nn.ModuleList, wanted: str, kept=froz
     """Name endings of the linears that get an adapter: `all` of the blocks, PEFT's `default`, or a list of
     endings; never one of the `kept` modules, which are trained in full, or of the `bare` ones. Raises
     UserError where one matches nothing."""
-    linears, full = {}, {}
+    free, full = {}, {}
     for name, module in blocks.named_modules():
         if isinstance(module, nn.Linear) and module not in bare:
-            (full if module in kept else linears)[name.split(".")[-1]] = None
-    linears, full = list(linears), [name for name in full if name not in linears]
+            (full if module in kept else free)[name.split(".")[-1]] = None
+    linears, full = list(free), [name for name in full if name not in free]
     if not linears and not full:
         raise UserError(f"{model.config.model_type}: its blocks have no linears for an adapter; "
                         "use --train_type full")

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
@@ -23,7 +24,7 @@ def write_rows(source: str, number: int, file: Path) -> None:
             out.write(json.dumps(row | {"instruction": f"{row['instruction']} ({i})"}) + "\n")
 
 
-def seconds(work) -> tuple[float, object]:
+def seconds(work) -> tuple[float, Any]:
     start = time.perf_counter()
     result = work()
     return time.perf_counter() - start, result

@@ -67,7 +67,7 @@ def measure(runtime, names: list[str], folder: str, steps: int, tokens: int) -> 
     if runtime.main:
         print("| optimiser | state/process | gradients/process | its own time | ratio | whole step | ratio |")
         print("|---|---:|---:|---:|---:|---:|---:|", flush=True)
-    runs = {name: dict(optimizer=name) for name in names}
+    runs: dict[str, dict] = {name: dict(optimizer=name) for name in names}
     runs["in backward"] = dict(optimizer=names[0], optim_in_backward=True)  # last: its hooks stay
     for name, flags in runs.items():
         training = train.make_training(model, dataclasses.replace(config, **flags), runtime, 1000)

@@ -10,11 +10,12 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
 
-def prepare(train_types: list[str], folder: Path, runtime) -> tuple[dict, list, int]:
+def prepare(train_types: list[str], folder: Path, runtime) -> tuple[dict, Any, int]:
     """(train type -> a loaded training, samples, padding id)."""
     import train
     trainings = {}

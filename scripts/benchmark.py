@@ -239,7 +239,7 @@ def main(
     with tempfile.TemporaryDirectory() as work:
         for number in range(rounds):
             runs = [run(command, Path(work) / str(which)) for which, command in enumerate(both)]
-            pairs.append(tuple(side(one, warmup) for one in runs))
+            pairs.append((side(runs[0], warmup), side(runs[1], warmup)))
             now = ratios(pairs[-1:])
             print(f"round {number + 1}: " + ", ".join(f"{k} {v:.2f}" for k, v in now.items()), flush=True)
     report(pairs, runs, measure_floor(flags, runs[0]), against)

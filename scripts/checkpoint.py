@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 from scripts.flags import UserError
 
@@ -190,7 +190,7 @@ def new_blocks(folder: Path) -> list[int]:
 class Slot:
     """A tensor of the checkpoint and the place in the model it goes to."""
     names: list[str]  # more than one where parameters are tied
-    module: object
+    module: Any
     attribute: str
     shape: tuple[int, ...]  # of a stack (scripts/experts.py) one expert's matrix
     expert: int | None = None
@@ -324,7 +324,7 @@ class Checkpoint:
             for low in range(0, rows, 4096):
                 piece = self.read(name, low, min(rows, low + 4096))
                 total, dtype = total + piece.double().sum(0, keepdim=True), piece.dtype
-            self.means[name] = (total / rows).to(dtype)
+            self.means[name] = (total / rows).to(dtype)  # type: ignore[attr-defined]
         return self.means[name]
 
     def define(self, name: str, pieces: list) -> None:
@@ -484,12 +484,12 @@ def made_bytes(name: str, entry: Entry):
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
-def write_pieces(entries: dict[str, Entry], write: Callable, metadata: dict[str, str] = {},
+def write_pieces(entries: dict[str, Entry], write: Callable, metadata: dict[str, str] | None = None,
                  advance=lambda: None) -> None:
     """Calls `write` with the bytes of a safetensors file, tensor by tensor: one is made, written and dropped
     before the next. Calls `advance` after each."""
     entries = aligned(entries)
-    write(header(entries, metadata))
+    write(header(entries, metadata or {}))
     for name, entry in entries.items():
         write(made_bytes(name, entry))
         advance()
@@ -546,10 +546,12 @@ def write_tensors(folder: Path, stem: str, parameters: dict, main: bool) -> None
         write_index(folder, stem, files)
 
 
-def write_model(folder: Path, files: dict[str, dict[str, Entry]], stored_as: dict[str, str] = {}) -> None:
+def write_model(folder: Path, files: dict[str, dict[str, Entry]],
+                stored_as: dict[str, str] | None = None) -> None:
     """The weights of a model folder, under a progress bar on a terminal; a single file takes the usual name.
     `stored_as`: names in files that differ from the model's. Not collective."""
     from tqdm import tqdm
+    stored_as = stored_as or {}
     files = {file: {stored_as.get(name, name): entry for name, entry in entries.items()}
              for file, entries in files.items()}
     if len(files) == 1:

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import shutil
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -17,7 +18,7 @@ from scripts import experts
 from scripts.flags import UserError
 
 VARIANTS = 32  # of one piece of code: train or evaluate, input with or without gradient, kinds of blocks
-LINEARS: dict[str, object] = {}  # a quantiser and a shape, by name -> what stands for a linear that has them
+LINEARS: dict[str, Any] = {}  # a quantiser and a shape, by name -> what stands for a linear that has them
 
 
 @functools.cache

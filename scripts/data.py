@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def prepare(config, tokenizer, dataset: str | None = None) -> tuple[Samples, Cou
     return samples, samples.counts()
 
 
-def split(samples: Samples, fraction: float, seed: int) -> tuple[Samples, Samples]:
+def split(samples: Samples, fraction: float, seed: int) -> tuple[Samples, ...]:
     """(rest, held out): a seeded choice of `fraction` of the samples, at least one, is held out."""
     number = max(1, round(len(samples) * fraction))
     if number >= len(samples):
@@ -171,7 +171,7 @@ def _dummy() -> list[dict]:
             for i in range(256)]
 
 
-SOURCES: dict[str, Callable[[], list[dict]] | str] = {
+SOURCES: dict[str, Any] = {
     "demo": _demo,
     "dummy": _dummy,
     "alpaca": "yahma/alpaca-cleaned:train",
@@ -236,7 +236,7 @@ def _kind(name: str) -> str:
     raise DataError(_not_found(path))
 
 
-def _parts(spec: str) -> tuple[str, str | None, str | None]:
+def _parts(spec: str) -> tuple[str | None, ...]:
     """(id or folder, split, revision) of "id:split@revision"."""
     found = re.fullmatch(r"([^:@]*)(?::([^@]+))?(?:@(.+))?", spec)
     return found.groups() if found else ("", None, None)
@@ -369,7 +369,7 @@ def look(config, show: int, png: str) -> None:
     with quiet():
         try:
             name = config.model_name or demo.model_folder()
-            name = find_folder(name) if str(name).endswith(".gguf") else name
+            name = find_folder(str(name)) if str(name).endswith(".gguf") else name
             tokenizer = AutoTokenizer.from_pretrained(name)
             samples, counts = prepare(config, tokenizer)
         except (OSError, RuntimeError) as error:

@@ -382,7 +382,8 @@ class Stacks:
                 tuple(f".{target}" for target in targets))]
             for depth, stack in enumerate(reversed(wrapped)):
                 found[stack] = modules.pop(name + ".base_layer" * depth, {})
-        if lacking := [stack for stack, parts in found.items() if set(parts) != {"A", "B"}] or not found:
+        lacking = [stack for stack, parts in found.items() if set(parts) != {"A", "B"}]
+        if lacking or not found:
             raise UserError(f"target_parameters of adapter_config.json without tensors in the adapter: "
                             f"{', '.join(lacking) if found else targets}")
         return found

@@ -70,7 +70,7 @@ def make_parser(config: type, groups: dict[str, str], description: str, problems
         text = spec.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
         text += "" if default is None else f" (default: {shown})"
         bare = True if kind is bool else spec.metadata["bare"]
-        extra = {} if bare is None else dict(nargs="?", const=bare)
+        extra: dict = {} if bare is None else dict(nargs="?", const=bare)
         target.add_argument(f"--{spec.name}", default=default, help=text.replace("%", "%%"),
                             metavar="true|false" if kind is bool else kind.__name__.upper(),
                             type=functools.partial(convert, spec, problems), **extra)

@@ -149,7 +149,7 @@ def numbered(batches: Iterable[list], prefix: str = "") -> Iterator[tuple[str, o
     return ((f"{prefix}row {number}", row) for number, row in enumerate(rows, 1))
 
 
-READERS = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
+READERS: dict[str, Callable] = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
 EXTENSIONS = ".json, .jsonl, .csv (each also with .gz) or .parquet"
 
 
@@ -316,7 +316,7 @@ def check(row: object, name: str) -> dict:
     return row
 
 
-def parse_columns(text: str) -> list[tuple[str, str]]:
+def parse_columns(text: str) -> list[tuple[str, ...]]:
     """[(field, column), ...] of "question=instruction,answer=output"."""
     pairs = [tuple(part.strip() for part in pair.split("=")) for pair in text.split(",") if pair.strip()]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
@@ -324,7 +324,7 @@ def parse_columns(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def rename(row: dict, pairs: list[tuple[str, str]]) -> dict:
+def rename(row: dict, pairs: list[tuple[str, ...]]) -> dict:
     """`row` with its columns named as the format's fields. column=field is understood as well."""
     renamed = dict(row)
     for field, column in pairs:

@@ -149,8 +149,8 @@ def evaluate(source: Source, base: str, rows: list[dict], chat: bool, max_new_to
         with model.disable_adapter():
             answers["base"] = answer_all(model, tokenizer, rows, chat, max_new_tokens)
     elif base:
-        other = read_model(Source(base, None, base, trust=source.trust))
-        answers["base"] = answer_all(*other, rows, chat, max_new_tokens)
+        other, its = read_model(Source(base, None, base, trust=source.trust))
+        answers["base"] = answer_all(other, its, rows, chat, max_new_tokens)
     name = "adapter" if source.adapter else "model"
     answers[name] = answer_all(model, tokenizer, rows, chat, max_new_tokens)
     print("exact match: " + ", ".join(f"{who} {score(texts, rows)}" for who, texts in answers.items()))

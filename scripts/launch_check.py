@@ -104,7 +104,7 @@ def look(runtime) -> int:
     mine = facts(runtime), bandwidth(runtime, dist.group.WORLD), bandwidth(runtime, nodes)
     every: list = [None] * runtime.world
     dist.all_gather_object(every, mine)
-    seen, overall, inside = zip(*every)
+    seen, overall, inside = map(list, zip(*every))
     return int(bool(report(seen, overall[0], inside) if runtime.main else differences(seen)))
 
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 import torch.nn as nn
@@ -62,7 +62,7 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 
 
 @functools.cache
-def is_plain(kind: type) -> bool:
+def is_plain(kind: type[Any]) -> bool:
     """Whether modules of this class compute x W^T + b and nothing else, found out on a trial weight: Falcon's
     linears are a class of their own."""
     if kind is nn.Linear or not issubclass(kind, nn.Linear):

@@ -91,8 +91,8 @@ class LocalOptimizer(torch.optim.Optimizer):
 
 # ----------------------------------------------------------------------------------------------------- tables
 
-ADAM = dict(betas=(0.9, 0.95))
-LION = dict(kind="Lion", betas=(0.9, 0.99))
+ADAM: dict = dict(betas=(0.9, 0.95))
+LION: dict = dict(kind="Lion", betas=(0.9, 0.99))
 OPTIMIZERS: dict[str, Callable] = {
     "adamw": functools.partial(torch.optim.AdamW, **ADAM),
     "adam": functools.partial(torch.optim.Adam, **ADAM),
@@ -262,7 +262,7 @@ def allocate_state(optimizer: torch.optim.Optimizer, named: dict[str, nn.Paramet
     UserError where they are not those of this optimiser and these parameters."""
     group = {p: group for group in optimizer.param_groups for p in group["params"]}
     stepped = {key.split(".", 1)[1] for key in keys}
-    for name, parameter in ((name, p) for name, p in named.items() if name in stepped):
+    for parameter in (p for name, p in named.items() if name in stepped):
         if isinstance(optimizer, LocalOptimizer):
             optimizer.allocate(group[parameter], parameter)
         else:

@@ -17,6 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.flags import UserError, option  # noqa: E402
@@ -122,7 +123,7 @@ def model_folder(content: dict, layers: int, new: list[int]):
 class Plan:
     """Bytes of rank 0, which has the largest shard. `peak`: {(label, place): bytes}, a label being a phase,
     or a phase and an FSDP unit; `parts`: what they consist of; `reserved`: the accelerator's, where known."""
-    config: object
+    config: Any
     world: int
     blocks: int
     mode: str
@@ -400,7 +401,7 @@ def answer(config) -> None:
 
 # AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md: 2 cards of 24 GB, LoRA of rank 64 on all linears but o_proj.
 # (model, train type, offload, batch, context, GiB reserved at the peak)
-PUBLISHED = [
+PUBLISHED: list[tuple] = [
     ("Llama-2-7B", "qlora", False, 1, 512, 4.98), ("Llama-2-7B", "qlora", False, 1, 2048, 5.21),
     ("Llama-2-7B", "qlora", False, 4, 2048, 11.22), ("Llama-2-7B", "qlora", False, 10, 2048, 20.97),
     ("Llama-2-7B", "lora", False, 4, 2048, 16.14), ("Llama-2-7B", "lora", False, 6, 2048, 21.35),

@@ -8,6 +8,7 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from scripts.checkpoint import Checkpoint, PartRows, read_json
 from scripts.flags import UserError
@@ -117,7 +118,7 @@ class Bnb4(Dequantized):
             (last - first, *shape[1:]), getattr(torch, state["dtype"]))
         return found[low - first:high - first]
 
-    def quantizer(self, kind: type, config):
+    def quantizer(self, kind: type[Any], config):
         """For NF4: the folder's own quantiser. Raises UserError where its weights are of several kinds, or of
         a form that no library writes."""
         if not issubclass(kind, NF4):

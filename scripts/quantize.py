@@ -7,6 +7,7 @@ NF4, one row of QUANTIZERS.
 """
 import functools
 import math
+from typing import Callable
 
 import torch
 
@@ -67,6 +68,9 @@ class Blocks:
     """What quantisers of blocks along rows share: rows can be quantised by themselves."""
     by_rows = True
     block = 64
+    per_byte: int  # weights in a byte; this and the next two are each quantiser's own
+    quantize_rows: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    unpacked: Callable[..., torch.Tensor]
 
     def problem(self, rows: int, columns: int) -> str | None:
         """Why a weight of this shape cannot be quantised: a block would straddle rows."""

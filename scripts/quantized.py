@@ -69,7 +69,7 @@ def quantize_linears(blocks: list[nn.Module], quantizer, kept=frozenset()) -> No
     and a QuantStack in that of experts' weights. Raises UserError, naming them, where weights cannot be
     quantised."""
     linears = {name: m for block in blocks for name, m in block.named_modules()
-               if is_plain(type(m)) and m not in kept}
+               if is_plain(type(m)) and m not in kept}  # type: ignore[arg-type]
     problems = {name: quantizer.problem(m.out_features, m.in_features) for name, m in linears.items()}
     problems |= experts.quantize(blocks, quantizer, kept)
     if refused := {name: why for name, why in problems.items() if why}:
@@ -78,7 +78,7 @@ def quantize_linears(blocks: list[nn.Module], quantizer, kept=frozenset()) -> No
     for block in blocks:
         for parent in list(block.modules()):
             for name, child in list(parent.named_children()):
-                if is_plain(type(child)) and child not in kept:
+                if is_plain(type(child)) and child not in kept:  # type: ignore[arg-type]
                     setattr(parent, name, FrozenQuantLinear(child, quantizer))
     plain = {f"{name}.{n}": p for name, m in blocks[0].named_modules() if m not in kept
              for n, p in m._parameters.items() if p is not None and p.ndim > 1 and p.dtype != torch.uint8}

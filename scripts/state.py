@@ -50,7 +50,7 @@ def step_of(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
-def found(output_dir: str) -> list[Path]:
+def found(output_dir: str | Path) -> list[Path]:
     """The checkpoints of an output folder, newest first."""
     named = (p for p in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name))
     return sorted(named, key=step_of, reverse=True)

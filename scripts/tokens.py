@@ -199,7 +199,7 @@ class ChatTemplate:
 
 # ----------------------------------------------------------------------------------------------- tokenising
 
-def build(rows: Iterable[tuple[str, object]], render: Callable[[object], Text], tokenizer,
+def build(rows: Iterable[tuple[str, object]], render: Callable[[dict], Text], tokenizer,
           context_length: int, truncation: str = "right", skip_bad_rows: bool = False) -> Table:
     """The table of (place, row) pairs; a row may be the DataError that reading it gave.
 
@@ -208,7 +208,8 @@ def build(rows: Iterable[tuple[str, object]], render: Callable[[object], Text], 
     check_tokenizer(tokenizer)
     if truncation not in TRUNCATIONS:
         raise DataError(f"truncation {truncation!r} is none of {', '.join(TRUNCATIONS)}")
-    facts, fitted = {"dropped": 0, "skipped": 0, "problem": ""}, []
+    facts: dict = {"dropped": 0, "skipped": 0, "problem": ""}
+    fitted = []
     texts = _texts(rows, render, facts if skip_bad_rows else None)
     while piece := list(islice(texts, PIECE)):
         found = [_fit(*pair, context_length, truncation, tokenizer.bos_token_id)

@@ -10,18 +10,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import pages
 import tiny
 from scripts import merge, models
 from test_parity import AFTER_ADAM, reference_fit, reference_model
 from test_result import IDS, plain_logits, stored_names
 from train import TRAIN_TYPES
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
 SPLIT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FUSED = ["o_proj", "qkv_proj", "gate_up_proj", "down_proj"]
 DENSE = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
 ENDS, TIED = ["model.embed_tokens", "model.norm", "lm_head"], []
-# Name in tiny.py: (README's name, the blocks, what of them is a unit, units beside the blocks, linears).
+# Name in tiny.py: (its name in docs/models.md, the blocks, what of them is a unit, units beside the blocks, linears).
 FAMILIES = {
     "llama": ("Llama 2", "model.layers", "self_attn", ENDS, SPLIT),
     "llama3": ("Llama 3", "model.layers", "self_attn", ENDS, SPLIT),
@@ -333,16 +333,15 @@ def made_up_folder(tmp_path_factory):
 
 
 def example() -> str:
-    """The row of README's "Add support for a new model"."""
-    section = README.split("## Add support for a new model")[1].split("\n## ")[0]
-    return re.search(r'^    "made_up": Row\(.*\),$', section, re.M).group().strip()
+    """The row of "Add support for a new model"."""
+    return re.search(r'^    "made_up": Row\(.*\),$', pages.section("Add support for a new model"), re.M).group().strip()
 
 
 TRUST = SGD | dict(train_type="qlora", trust_remote_code=True, batch_size=4)
 
 
 def test_a_new_model_is_one_row(pool, made_up_folder, tmp_path):
-    """What README's row gives trains, alike on one and on two ranks, and what is saved loads."""
+    """What the documented row gives trains, alike on one and on two ranks, and what is saved loads."""
     import made_up
 
     row, fit, flags = example(), "fit", dict(train_type="full", trust_remote_code=True)
@@ -463,11 +462,11 @@ def test_renamed_tensors_are_those_of_transformers():
         assert (known.source_patterns, known.target_patterns) == ([pattern], [replacement])
 
 
-# ------------------------------------------------------------------------------------------------------ README
+# -------------------------------------------------------------------------------------------------------- docs
 
 
 def table() -> list[str]:
-    """README's table: P where two ranks are compared with one process, L where that is compared with the
+    """The table of docs/models.md: P where two ranks are compared with one process, L where that is compared with the
     libraries, S where a saved result is loaded by PEFT or transformers, and merged."""
     tests = dict(P=CELLS, L=LIBRARIES, S=[*MERGED, *SAVED, *((family, "full") for family in FAMILIES)])
     lines = ["| model | " + " | ".join(f"`{t}`" for t in TRAIN_TYPES) + " |", "|---" * (len(TRAIN_TYPES) + 1) + "|"]
@@ -477,6 +476,7 @@ def table() -> list[str]:
     return lines
 
 
-def test_readmes_table_is_that_of_the_tests():
-    assert "\n".join(table()) in README, "\n".join(table())
-    assert "[models]: tests/test_models.py" in README
+def test_the_documented_table_is_that_of_the_tests():
+    assert "\n".join(table()) in pages.TEXT, "\n".join(table())
+    assert "[models]: ../tests/test_models.py" in pages.TEXT
+    assert f"for {len(TRAIN_TYPES)} train types and {len(FAMILIES)} families" in pages.TEXT

@@ -22,7 +22,6 @@ MODELS = {
     "llama-in96": ("llama", dict(hidden_size=96, num_attention_heads=4)),
     "qwen2": ("qwen2", {}),  # biases on q, k, v
     "gemma2": ("gemma2", dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=32)),  # soft caps, tied
-    "mistral": ("mistral", dict(sliding_window=20)),
     "mixtral": ("mixtral", dict(num_local_experts=4)),
     # sliding windows are shorter than the tests' texts
     "llama3": (
