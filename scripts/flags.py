@@ -1,9 +1,12 @@
-"""Command-line flags from a frozen dataclass: each field is one flag, declared once with `option`. All
-problems that flags show by themselves are found together, and unknown ones get their closest match."""
+"""Command-line flags from a frozen dataclass: each field is one flag, declared once with `option`. @file stands
+for the flags in a file. All problems that flags show by themselves are found together, and unknown ones get
+their closest match."""
 import argparse
 import dataclasses
 import difflib
 import functools
+import re
+from pathlib import Path
 from typing import get_args
 
 
@@ -47,32 +50,13 @@ def closest(name: str, known, count: int = 1) -> str:
     return f"did you mean {', '.join(found)}? " if found else ""
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    """One flag and its type on a line, its sentence below."""
-
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=6, width=88)
-
-    def add_usage(self, usage, actions, groups, prefix=None):
-        super().add_usage("%(prog)s [--flag value ...]", actions, groups, prefix)
-
-
-def make_parser(config: type, groups: dict[str, str], description: str, problems: list[str]):
-    """An argparse parser; `groups` maps the first field of each group of --help to its title, in the order of
-    --help."""
-    parser = argparse.ArgumentParser(prog="train.py", description=description, allow_abbrev=False,
-                                     formatter_class=HelpFormatter)
-    target, titled = parser, {first: parser.add_argument_group(title) for first, title in groups.items()}
+def make_parser(config: type, problems: list[str]):
+    """An argparse parser; scripts/usage.py answers --help."""
+    parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
     for spec in dataclasses.fields(config):
-        target = titled.get(spec.name, target)
-        kind, default, choices = type_of(spec), spec.default, spec.metadata["choices"]
-        shown = str(default).lower() if kind is bool else default
-        text = spec.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
-        text += "" if default is None else f" (default: {shown})"
-        bare = True if kind is bool else spec.metadata["bare"]
+        bare = True if type_of(spec) is bool else spec.metadata["bare"]
         extra = {} if bare is None else dict(nargs="?", const=bare)
-        target.add_argument(f"--{spec.name}", default=default, help=text.replace("%", "%%"),
-                            metavar="true|false" if kind is bool else kind.__name__.upper(),
+        parser.add_argument(f"--{spec.name}", default=spec.default,
                             type=functools.partial(convert, spec, problems), **extra)
 
     def error(message):
@@ -120,12 +104,40 @@ def underscored(arg: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
-def parse_flags(config: type, argv: list[str], groups: dict, description: str, aliases: dict[str, dict]):
+def lines_of(file: str) -> list[str]:
+    """The flags of a file, as arguments: a line is `--flag value`, `flag: value` or a comment (#). Raises
+    UserError."""
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"@{file}: {reason}; @ begins the name of a file of flags (a value that begins with @ "
+                        f"is written --flag=@...)") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        line = re.sub(r"(^|\s)#.*", "", line).strip()
+        match = re.fullmatch(r"--([\w-]+)(?:(?:\s+|\s*=\s*)(.+))?|([\w-]+):(?:\s+(.+))?", line)
+        if line and not match:
+            raise UserError(f"@{file}, line {number}: {line!r} is no flag; write `--flag value` or "
+                            f"`flag: value`")
+        if line:
+            name, value = match[1] or match[3], match[2] or match[4]
+            quoted = value and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+            found.append(f"--{name}" if value is None else f"--{name}={value[1:-1] if quoted else value}")
+    return found
+
+
+def expand(argv: list[str]) -> list[str]:
+    """The arguments, with those of its file in the place of each @file."""
+    return [part for word in argv for part in (lines_of(word[1:]) if word.startswith("@") else [word])]
+
+
+def parse_flags(config: type, argv: list[str], aliases: dict[str, dict]):
     """Flags -> (a `config`, the problems found). `aliases` maps other spellings of a flag's values to its
     choices."""
     problems: list[str] = []
-    parser = make_parser(config, groups, description, problems)
-    known, rest = parser.parse_known_args([underscored(arg) for arg in argv])
+    parser = make_parser(config, problems)
+    known, rest = parser.parse_known_args([underscored(arg) for arg in expand(argv)])
     for name, spellings in aliases.items():
         value = getattr(known, name)
         setattr(known, name, spellings.get(value, value))
