@@ -27,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 from scripts import packing, tokens
-from scripts.flags import to_bool
+from scripts.flags import Refused, to_bool
 from scripts.formats import EXTENSIONS, FORMATS, READERS, DataError, Renderer, check, extension  # noqa: F401
 from scripts.formats import numbered, read, render  # noqa: F401
 from scripts.packing import arguments, collate, collate_packed, pad_id, plan, steps  # noqa: F401
@@ -399,7 +399,7 @@ def main(
     try:
         look(flags, show, png)
     except DataError as error:
-        sys.exit(f"data.py: {error}")
+        raise Refused("data.py", error) from None
 
 
 if __name__ == "__main__":

@@ -1,17 +1,31 @@
-"""Command-line flags from a frozen dataclass: each field is one flag, declared once with `option`. @file stands
-for the flags in a file. All problems that flags show by themselves are found together, and unknown ones get
-their closest match."""
+"""Command-line flags from a frozen dataclass: each field is one flag, declared once with `option`; @file
+stands for the flags in a file. All problems that flags show by themselves are found together, and unknown
+ones get their closest match."""
 import argparse
 import dataclasses
 import difflib
 import functools
+import math
 import re
+import sys
 from pathlib import Path
 from typing import get_args
 
 
 class UserError(Exception):
     """Something the person can mend: printed as one message, without a traceback."""
+
+
+class Refused(SystemExit):
+    """Ends a script of scripts/ with exit code 2 and one message on stderr, which is also its str()."""
+
+    def __init__(self, script: str, error: Exception):
+        super().__init__(2)
+        self.text = f"{script}: error: {error}"
+        print(self.text, file=sys.stderr)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def option(default, help, choices=None, low=None, above=None, bare=None):
@@ -86,7 +100,11 @@ def check_values(config) -> list[str]:
         value, meta = getattr(config, spec.name), spec.metadata
         if value is None:
             continue
-        if meta["choices"] and value not in meta["choices"]:
+        if value == "" != spec.default:
+            problems.append(f"--{spec.name} '': has no value; give one, or leave the flag out")
+        elif isinstance(value, float) and math.isinf(value):
+            problems.append(f"--{spec.name} {value}: must be a finite number")
+        elif meta["choices"] and value not in meta["choices"]:
             hint = closest(str(value), meta["choices"])
             problems.append(f"--{spec.name} {value}: {hint}choose from {', '.join(meta['choices'])}")
         elif meta["low"] is not None and not value >= meta["low"]:
@@ -111,8 +129,8 @@ def lines_of(file: str) -> list[str]:
         lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"@{file}: {reason}; @ begins the name of a file of flags (a value that begins with @ "
-                        f"is written --flag=@...)") from error
+        raise UserError(f"@{file}: {reason}; @ begins the name of a file of flags (write a value that begins "
+                        f"with @ as --flag=@...)") from error
     found = []
     for number, line in enumerate(lines, 1):
         line = re.sub(r"(^|\s)#.*", "", line).strip()

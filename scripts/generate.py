@@ -16,7 +16,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 from scripts import vocabulary
 from scripts.data import DataError, chat_ids, kebab_flags, load, pad_id, prompt_ids, quiet, render
-from scripts.flags import to_bool
+from scripts.flags import Refused, to_bool
 
 EVAL_BATCH = 16
 
@@ -208,7 +208,7 @@ def main(
             else:
                 stream(source, prompt, input, chat, max_new_tokens)
     except DataError as error:
-        sys.exit(f"generate.py: {error}")
+        raise Refused("generate.py", error) from None
 
 
 if __name__ == "__main__":

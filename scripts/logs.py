@@ -32,6 +32,20 @@ def say(label: str, text: str) -> None:
     print(f"{label:<8}{text}", flush=True)
 
 
+def wandb_ready() -> bool:
+    """Whether Weights & Biases can start: offline or off, a server of one's own, or with an API key in the
+    environment or in ~/.netrc, where `wandb login` puts it."""
+    import netrc
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or \
+            {"WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"} & set(os.environ):
+        return True
+    try:
+        found = netrc.netrc(os.environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return found.authenticators("api.wandb.ai") is not None
+
+
 def host_peak() -> int:
     """Bytes: the largest resident size of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

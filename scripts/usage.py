@@ -106,9 +106,9 @@ def heading(spec) -> str:
 def overview(config: type, groups: dict[str, str], description: str) -> str:
     """All flags in groups, each with a sentence and its default."""
     lines = ["usage: train.py [--flag value ...] [@FILE ...]", "", wrap(description, 0), "",
-             wrap("@FILE stands for the flags in a file, one per line: `--flag value` or `flag: value`, and # "
-                  "begins a comment; what comes later on the command line counts. --help FLAG tells more of "
-                  "one flag. --completion bash (or zsh) prints a completion script for the shell.", 0)]
+             wrap("@FILE stands for the flags in a file, one per line: `--flag value` or `flag: value`; # "
+                  "begins a comment. Of a flag given twice the last counts. --help FLAG tells more of one "
+                  "flag. --completion bash (or zsh) prints a completion script for the shell.", 0)]
     for title, specs in grouped(config, groups).items():
         lines += ["", f"{title}:"]
         for spec in specs:
@@ -163,7 +163,8 @@ BASH = """# Completion of train.py's flags and their values; now and in ~/.{shel
   local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}"
   COMPREPLY=()
   [[ " ${{COMP_WORDS[*]}} " == *train.py\\ * ]] || return 0
-  if [[ "$word" == "=" ]]; then word=""; elif [[ "$before" == "=" ]]; then before="${{COMP_WORDS[COMP_CWORD-2]}}"; fi
+  if [[ "$word" == "=" ]]; then word=""
+  elif [[ "$before" == "=" ]]; then before="${{COMP_WORDS[COMP_CWORD-2]}}"; fi
   case "$before" in
 {values}
     *) [[ "$word" == -* ]] && COMPREPLY=($(compgen -W "{flags}" -- "$word")) ;;
@@ -200,7 +201,7 @@ def completion(shell: str, config: type) -> str:
     return BASH.format(shell=shell, before=SHELLS[shell], values=values, flags=flags)
 
 
-# -------------------------------------------------------------------------------------------------- the answer
+# -------------------------------------------------------------------------------------------------- answers
 
 def text_for(argv: list[str], script: Path = ROOT / "train.py") -> str | None:
     """What to print for --help or --completion among the arguments; None where neither is."""

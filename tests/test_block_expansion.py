@@ -299,7 +299,7 @@ def test_command(base, tmp_path):
     assert done.returncode == 0 and not done.stderr and "new blocks 4" in done.stdout, done.stderr
     done = run("--model_name", str(base("exp-llama")), "--output_dir", out)
     assert (
-        done.returncode == 1
+        done.returncode == 2
         and done.stderr == f"block_expansion.py: --output_dir {out}: not empty; choose another\n"
     )
 
