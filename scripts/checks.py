@@ -4,10 +4,11 @@ import importlib.util
 import os
 import socket
 
-from scripts import checkpoint, compiled, data, logs, models, optim, profiling, state, vocabulary
+from scripts import checkpoint, compiled, data, logs, models, optim, places, profiling, state, vocabulary
 from scripts.flags import UserError
 
 PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
+PER_CORE = 32  # processes; more would fill the memory with interpreters
 YEAR = 525600  # minutes; much larger ones overflow in torch
 LOG_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # what a logger needs
 
@@ -133,6 +134,9 @@ def devices(config, processes: int, accelerators: int) -> list[str]:
     problems = []
     if 0 < accelerators < processes:
         problems.append(f"--world_size {config.world_size}: only {accelerators} accelerator(s) here")
+    if not accelerators and processes > PER_CORE * places.cores():
+        problems.append(f"--world_size {config.world_size}: {processes} processes on {places.cores()} core(s); "
+                        f"at most {PER_CORE} per core start")
     if config.attn_implementation in ("flex_attention", "flash_attention_2") and not accelerators:
         problems.append(f"--attn_implementation {config.attn_implementation}: trains on accelerators only")
     return problems + (compiled.problems(accelerators) if config.compile else [])
