@@ -383,7 +383,7 @@ def empty_model(folder: Path, dtype: torch.dtype, attention: str = "auto", rope_
     try:
         config = models.read_config(folder, rope_scaling, trust_remote_code)
         vocabulary.make_room(config, folder, add_tokens)
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), models.validated():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise UserError(models.problem(error, folder, attention)) from error

@@ -27,6 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 from scripts import packing, tokens
+from scripts.checkpoint import check_file
 from scripts.flags import Refused, to_bool
 from scripts.formats import EXTENSIONS, FORMATS, READERS, DataError, Renderer, check, extension  # noqa: F401
 from scripts.formats import numbered, read, render  # noqa: F401
@@ -397,6 +398,8 @@ def main(
     "Show what will be trained on: counts, a histogram of lengths, and some samples."
     flags = SimpleNamespace(**{**locals(), "dataset_samples": dataset_samples or None})
     try:
+        if problems := check_file(png, "--png"):
+            raise DataError(problems[0])
         look(flags, show, png)
     except DataError as error:
         raise Refused("data.py", error) from None

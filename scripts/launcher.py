@@ -75,6 +75,12 @@ class Nodes:
         self.hosts, self.told, self.broken = [socket.gethostname()], 0.0, (dist.DistError, RuntimeError)
         self.silent: set[int] = set()
         try:
+            if self.node == 0:  # the store would try for five minutes
+                socket.getaddrinfo(place.address, None)
+        except OSError as error:
+            raise UserError(f"--master_addr {place.address}: no such host ({error.strerror}); leave it out on one "
+                            f"machine") from error
+        try:
             self.store = dist.TCPStore(place.address, place.port, is_master=self.node == 0,
                                        wait_for_workers=False)
         except self.broken as error:

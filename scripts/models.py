@@ -195,12 +195,18 @@ def rope_of(config) -> dict:
 
 @contextlib.contextmanager
 def validated():
-    """Makes a ValueError of what transformers finds wrong with the values of a config.json."""
+    """Makes a ValueError of what transformers finds wrong with the values of a config.json, without its
+    warnings: they come several times, and before the one message that counts."""
     from huggingface_hub.errors import StrictDataclassError
+    from transformers.utils import logging
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     except StrictDataclassError as error:
         raise ValueError(str(error).strip().splitlines()[-1].strip()) from error
+    finally:
+        logging.set_verbosity(level)
 
 
 def read_config(folder: Path, rope_scaling: str | None, trust_remote_code: bool):
