@@ -12,6 +12,7 @@ import difflib
 import hashlib
 import json
 import logging
+import os
 import re
 import sys
 import warnings
@@ -375,7 +376,7 @@ def look(config, show: int, png: str) -> None:
     if png:
         draw(samples.lengths, png)
         print(f"histogram: {png}")
-    color = sys.stdout.isatty()
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for i in packing.permutation(len(samples), config.seed, 0)[:show]:
         print(f"\n--- sample {i + 1}, {samples.lengths[i]} tokens\n{marked(samples[i], tokenizer, color)}")
 

@@ -18,7 +18,7 @@ import train
 from scripts.flags import type_of
 
 ROOT = Path(train.__file__).parent
-TRAIN = "--model_name {p}/llama --dataset {p}/rows.jsonl --output_dir {p}/never --max_steps 1 "
+TRAIN = "--model_name {p}/llama --dataset {p}/rows.jsonl --output_dir {p}/never --max_steps 1 --world_size 1 "
 LOOK = "data.py --model_name {p}/llama --dataset {p}/"
 ALPACA = '{"instruction": "a", "output": "b"}\n'
 
