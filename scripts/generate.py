@@ -7,7 +7,6 @@ OUT is what train.py wrote: a PEFT adapter folder, or a whole model as a Hugging
 """
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
