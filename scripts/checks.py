@@ -135,8 +135,8 @@ def devices(config, processes: int, accelerators: int) -> list[str]:
     if 0 < accelerators < processes:
         problems.append(f"--world_size {config.world_size}: only {accelerators} accelerator(s) here")
     if not accelerators and processes > PER_CORE * places.cores():
-        problems.append(f"--world_size {config.world_size}: {processes} processes on {places.cores()} core(s);"
-                        f" at most {PER_CORE} per core start")
+        problems.append(f"--world_size {config.world_size}: {processes} processes on {places.cores()} "
+                        f"core(s); at most {PER_CORE} per core start")
     if config.attn_implementation in ("flex_attention", "flash_attention_2") and not accelerators:
         problems.append(f"--attn_implementation {config.attn_implementation}: trains on accelerators only")
     return problems + (compiled.problems(accelerators) if config.compile else [])

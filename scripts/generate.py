@@ -50,8 +50,8 @@ def locate(folder: str, base: str = "", trust: bool = False) -> Source:
         return Source(str(path), None, str(path), trust=trust)
     base = base or _recorded_base(path)
     if not (path / "adapter_model.safetensors").is_file():
-        raise DataError(f"{folder}: adapter_model.safetensors is missing beside adapter_config.json; pass the "
-                        "folder in which a run saved its final result")
+        raise DataError(f"{folder}: adapter_model.safetensors is missing beside adapter_config.json; pass "
+                        "the folder in which a run saved its final result")
     own_tokenizer = (path / "tokenizer_config.json").is_file()
     rope = recorded(path).get("model", {}).get("rope") or {}
     return Source(base, str(path), str(path) if own_tokenizer else base, rope, trust)

@@ -78,8 +78,8 @@ class Nodes:
             if self.node == 0:  # the store would try for five minutes
                 socket.getaddrinfo(place.address, None)
         except OSError as error:
-            raise UserError(f"--master_addr {place.address}: no such host ({error.strerror}); leave it out on one "
-                            f"machine") from error
+            raise UserError(f"--master_addr {place.address}: no such host ({error.strerror}); leave it out "
+                            f"on one machine") from error
         try:
             self.store = dist.TCPStore(place.address, place.port, is_master=self.node == 0,
                                        wait_for_workers=False)
