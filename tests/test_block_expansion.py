@@ -300,7 +300,7 @@ def test_command(base, tmp_path):
     done = run("--model_name", str(base("exp-llama")), "--output_dir", out)
     assert (
         done.returncode == 2
-        and done.stderr == f"block_expansion.py: --output_dir {out}: not empty; choose another\n"
+        and done.stderr == f"block_expansion.py: error: --output_dir {out}: not empty; choose another\n"
     )
 
 
