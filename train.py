@@ -31,6 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
+if __name__ == "__main__":
+    from scripts import usage
+    usage.answer(sys.argv[1:])  # --help and --completion come before torch is imported
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -197,23 +201,23 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     seed: int = option(42, "seeds adapters, data order and dropout", low=0)
 
     precision: str = option("mp_bf16", "dtypes stored, computed, reduced in (see README)", tuple(PRECISIONS))
-    sharding_strategy: str = option("full_shard", "what the processes share", tuple(SHARDINGS))
-    hybrid_shard_size: int | None = option(None, "processes that share one copy under hybrid_*; without it "
-                                                 "those of a node", low=1)
     attn_implementation: str = option("auto", "attention; auto: flash-attn where it can be used, or sdpa "
                                               "document by document without padding, or "
                                               "eager where a model caps its scores",
                                       ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2"))
-    wrap_policy: str = option("decoder", "FSDP units: blocks, or also their attention and MLP", WRAP_POLICIES)
     use_gradient_checkpointing: bool = option(True, "recompute blocks in backward, keep no activations")
     reentrant_checkpointing: bool = option(False, "the reentrant form of checkpointing")
     use_cpu_offload: bool = option(False, "keep parameters, gradients and optimiser state in host memory")
     use_activation_cpu_offload: bool = option(False, "keep saved activations in host memory until backward")
     compile: bool = option(False, "torch.compile every block: faster steps after a slow start")
-    no_sync: bool = option(False, "reduce gradients once per step, not per micro-batch; holds them whole")
     low_memory: bool = option(True, "read only this process's rows; false: every process reads whole tensors")
     loading_workers: int = option(-1, "threads per process that read and quantise; -1: one", low=-1)
 
+    sharding_strategy: str = option("full_shard", "what the processes share", tuple(SHARDINGS))
+    hybrid_shard_size: int | None = option(None, "processes that share one copy under hybrid_*; without it "
+                                                 "those of a node", low=1)
+    wrap_policy: str = option("decoder", "FSDP units: blocks, or also their attention and MLP", WRAP_POLICIES)
+    no_sync: bool = option(False, "reduce gradients once per step, not per micro-batch; holds them whole")
     world_size: int = option(-1, "processes; -1: one per accelerator, on a CPU 2 (1 with one core)", low=-1)
     master_addr: str = option("localhost", "address of the first process")
     master_port: int = option(0, "its port; 0: a free one", low=0)
@@ -234,16 +238,17 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
         return PRECISIONS[self.precision]
 
 
-# The first option of each group of --help; the group goes on until the next one.
-GROUPS = {"model_name": "model, data, result", "train_type": "what is trained", "batch_size": "optimisation",
-          "precision": "precision, sharding, memory", "plan": "planning", "world_size": "processes",
-          "log_to": "logs", "profile": "profiling"}
+# The first option of each group of --help, in its order; the group goes on until the next one.
+GROUPS = {"model_name": "model", "dataset": "data", "train_type": "what is trained, adapters",
+          "batch_size": "optimisation", "precision": "precision and memory",
+          "sharding_strategy": "sharding, processes and nodes", "output_dir": "saving and resuming",
+          "log_to": "logging", "plan": "planning", "profile": "profiling"}
 
 
 def read_flags(argv: list[str]) -> tuple[Config, list[str]]:
     """Flags -> Config, and everything that is wrong with them by themselves."""
     aliases = {"precision": PRECISION_ALIASES}
-    config, problems = parse_flags(Config, argv, GROUPS, __doc__.split("\n")[0], aliases)
+    config, problems = parse_flags(Config, argv, aliases)
     problems += checks.combinations(config)
     if config.train_type in TRAIN_TYPES:
         problems += checks.train_type(config)
@@ -379,7 +384,7 @@ def empty_model(folder: Path, dtype: torch.dtype, attention: str = "auto", rope_
     try:
         config = models.read_config(folder, rope_scaling, trust_remote_code)
         vocabulary.make_room(config, folder, add_tokens)
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), models.validated():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise UserError(models.problem(error, folder, attention)) from error

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 from scripts import checkpoint
 from scripts.checkpoint import Entry, new_positions
 from scripts.data import kebab_flags, quiet
-from scripts.flags import UserError
+from scripts.flags import Refused, UserError
 
 # Endings of the modules whose output is added to the residual stream, as models name them.
 ATTENTION = ("o_proj", "out_proj", "dense", "wo", "attn.c_proj", "attention.c_proj")
@@ -286,7 +286,7 @@ def main(
             raise UserError("pass --model_name FOLDER_OR_ID and --output_dir FOLDER")
         new = expand(model_name, output_dir, expansion_rate)
     except (UserError, OSError) as error:
-        sys.exit(f"block_expansion.py: {error}")
+        raise Refused("block_expansion.py", error) from None
     print(f"new blocks {', '.join(map(str, new))} in {output_dir}")
     print(f"train them: python train.py --train_type llama_pro --llama_pro_path {output_dir}")
 

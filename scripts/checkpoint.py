@@ -83,17 +83,39 @@ def check_folder(name: str | None, flag: str = "--model_name") -> list[str]:
         ([f"{flag} {name}: {refused}"] if refused else [])
 
 
-def check_output(name: str, overwrite: bool) -> list[str]:
-    """Whether the output folder can be written, found out without leaving anything behind."""
+def check_writable(name: str | None, flag: str) -> list[str]:
+    """Whether a folder can be made or written into, found out without leaving anything behind."""
+    if not name:
+        return []
     folder = Path(name).expanduser()
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not existing.is_dir():
-        return [f"--output_dir {name}: {existing} is a file"]
+        return [f"{flag} {name}: {existing} is a file; name a folder"]
     try:
         tempfile.TemporaryDirectory(prefix=".qshard-", dir=existing).cleanup()
     except OSError as error:
-        return [f"--output_dir {name}: {existing} is not writable ({error.strerror})"]
-    if existing == folder and any(folder.iterdir()) and not overwrite:
+        return [f"{flag} {name}: {existing} is not writable ({error.strerror}); choose another folder"]
+    return []
+
+
+def check_file(name: str | None, flag: str) -> list[str]:
+    """Whether a file can be written: its folder must be there."""
+    if not name:
+        return []
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return [f"{flag} {name}: is a folder; name a file"]
+    if not path.parent.is_dir():
+        return [f"{flag} {name}: there is no folder {path.parent}; make it first, or choose another"]
+    return check_writable(str(path.parent), flag)
+
+
+def check_output(name: str, overwrite: bool) -> list[str]:
+    """Whether the output folder can be written, and is empty where it must be."""
+    if problems := check_writable(name, "--output_dir"):
+        return problems
+    folder = Path(name).expanduser()
+    if name and not overwrite and folder.is_dir() and any(folder.iterdir()):
         return [f"--output_dir {name}: not empty; choose another, or pass --overwrite_output_dir true, or "
                 f"--resume auto to go on from a checkpoint in it"]
     return []
@@ -417,6 +439,7 @@ class Checkpoint:
         known |= {piece.name for name in matched for piece in self.pieces.get(name, ())}
         problems += [f"{name}: not in the model" for name in self.shape
                      if name not in known and not COMPUTED.search(name)]
+        problems = self.unreadable or problems  # all that is in such a file would be missing
         if problems:
             more = [f"... and {len(problems) - 8} more"] if len(problems) > 8 else []
             raise UserError("\n  ".join([f"{self.folder} does not fit the model:", *problems[:8], *more]))

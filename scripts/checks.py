@@ -4,10 +4,12 @@ import importlib.util
 import os
 import socket
 
-from scripts import checkpoint, compiled, data, models, optim, profiling, state, vocabulary
+from scripts import checkpoint, compiled, data, logs, models, optim, places, profiling, state, vocabulary
 from scripts.flags import UserError
 
 PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
+PER_CORE = 32  # processes; more would fill the memory with interpreters
+YEAR = 525600  # minutes; much larger ones overflow in torch
 LOG_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # what a logger needs
 
 
@@ -29,11 +31,21 @@ def combinations(config) -> list[str]:
             models.parse_rope(config.rope_scaling)
         except UserError as error:
             problems.append(str(error))
+    if config.hybrid_shard_size and not config.sharding_strategy.startswith("hybrid_"):
+        problems.append("--hybrid_shard_size goes with --sharding_strategy hybrid_full_shard or "
+                        "hybrid_shard_grad_op")
+    if config.plan_json and not config.plan:
+        problems.append("--plan_json goes with --plan")
+    if config.timeout_minutes > YEAR:
+        problems.append(f"--timeout_minutes {config.timeout_minutes:g}: must be at most {YEAR}, a year")
     if config.master_port > 65535:
         problems.append(f"--master_port {config.master_port}: ports end at 65535")
     package = LOG_PACKAGES.get(config.log_to)
     if package and importlib.util.find_spec(package) is None:
         problems.append(f"--log_to {config.log_to} needs the package {package}: pip install {package}")
+    elif package == "wandb" and not logs.wandb_ready():
+        problems.append("--log_to wandb: no API key is configured; run `wandb login`, set WANDB_API_KEY, or "
+                        "set WANDB_MODE=offline")
     return problems + profiling.problems(config)
 
 
@@ -122,6 +134,9 @@ def devices(config, processes: int, accelerators: int) -> list[str]:
     problems = []
     if 0 < accelerators < processes:
         problems.append(f"--world_size {config.world_size}: only {accelerators} accelerator(s) here")
+    if not accelerators and processes > PER_CORE * places.cores():
+        problems.append(f"--world_size {config.world_size}: {processes} processes on {places.cores()} "
+                        f"core(s); at most {PER_CORE} per core start")
     if config.attn_implementation in ("flex_attention", "flash_attention_2") and not accelerators:
         problems.append(f"--attn_implementation {config.attn_implementation}: trains on accelerators only")
     return problems + (compiled.problems(accelerators) if config.compile else [])
@@ -134,10 +149,14 @@ def model_folders(config) -> list[str]:
 
 def surroundings(config) -> list[str]:
     """What the flags name must exist and fit this machine."""
+    earlier = state.check(config)  # says more than that the folder is not empty
+    known = config.overwrite_output_dir or bool(config.resume or earlier)
     return [*model_folders(config), *dataset(config.dataset, "--dataset"),
             *dataset(config.eval_dataset, "--eval_dataset"),
-            *checkpoint.check_output(config.output_dir, config.overwrite_output_dir or bool(config.resume)),
-            *vocabulary.check(config.add_tokens), *state.check(config)]
+            *checkpoint.check_output(config.output_dir, known),
+            *checkpoint.check_writable(config.error_dir, "--error_dir"),
+            *checkpoint.check_writable(config.profiling_output, "--profiling_output"),
+            *vocabulary.check(config.add_tokens), *earlier]
 
 
 def download(config) -> list[str]:

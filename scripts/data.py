@@ -12,6 +12,7 @@ import difflib
 import hashlib
 import json
 import logging
+import os
 import re
 import sys
 import warnings
@@ -27,7 +28,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 from scripts import packing, tokens
-from scripts.flags import to_bool
+from scripts.checkpoint import check_file
+from scripts.flags import Refused, to_bool
 from scripts.formats import EXTENSIONS, FORMATS, READERS, DataError, Renderer, check, extension  # noqa: F401
 from scripts.formats import numbered, read, render  # noqa: F401
 from scripts.packing import arguments, collate, collate_packed, pad_id, plan, steps  # noqa: F401
@@ -378,7 +380,7 @@ def look(config, show: int, png: str) -> None:
     if png:
         draw(samples.lengths, png)
         print(f"histogram: {png}")
-    color = sys.stdout.isatty()
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for i in packing.permutation(len(samples), config.seed, 0)[:show]:
         print(f"\n--- sample {i + 1}, {samples.lengths[i]} tokens\n{marked(samples[i], tokenizer, color)}")
 
@@ -401,9 +403,11 @@ def main(
     "Show what will be trained on: counts, a histogram of lengths, and some samples."
     flags = SimpleNamespace(**{**locals(), "dataset_samples": dataset_samples or None})
     try:
+        if problems := check_file(png, "--png"):
+            raise DataError(problems[0])
         look(flags, show, png)
     except DataError as error:
-        sys.exit(f"data.py: {error}")
+        raise Refused("data.py", error) from None
 
 
 if __name__ == "__main__":

@@ -1,14 +1,31 @@
-"""Command-line flags from a frozen dataclass: each field is one flag, declared once with `option`. All
-problems that flags show by themselves are found together, and unknown ones get their closest match."""
+"""Command-line flags from a frozen dataclass: each field is one flag, declared once with `option`; @file
+stands for the flags in a file. All problems that flags show by themselves are found together, and unknown
+ones get their closest match."""
 import argparse
 import dataclasses
 import difflib
 import functools
+import math
+import re
+import sys
+from pathlib import Path
 from typing import get_args
 
 
 class UserError(Exception):
     """Something the person can mend: printed as one message, without a traceback."""
+
+
+class Refused(SystemExit):
+    """Ends a script of scripts/ with exit code 2 and one message on stderr, which is also its str()."""
+
+    def __init__(self, script: str, error: Exception):
+        super().__init__(2)
+        self.text = f"{script}: error: {error}"
+        print(self.text, file=sys.stderr)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def option(default, help, choices=None, low=None, above=None, bare=None):
@@ -47,32 +64,13 @@ def closest(name: str, known, count: int = 1) -> str:
     return f"did you mean {', '.join(found)}? " if found else ""
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    """One flag and its type on a line, its sentence below."""
-
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=6, width=88)
-
-    def add_usage(self, usage, actions, groups, prefix=None):
-        super().add_usage("%(prog)s [--flag value ...]", actions, groups, prefix)
-
-
-def make_parser(config: type, groups: dict[str, str], description: str, problems: list[str]):
-    """An argparse parser; `groups` maps the first field of each group of --help to its title, in the order of
-    --help."""
-    parser = argparse.ArgumentParser(prog="train.py", description=description, allow_abbrev=False,
-                                     formatter_class=HelpFormatter)
-    target, titled = parser, {first: parser.add_argument_group(title) for first, title in groups.items()}
+def make_parser(config: type, problems: list[str]):
+    """An argparse parser; scripts/usage.py answers --help."""
+    parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
     for spec in dataclasses.fields(config):
-        target = titled.get(spec.name, target)
-        kind, default, choices = type_of(spec), spec.default, spec.metadata["choices"]
-        shown = str(default).lower() if kind is bool else default
-        text = spec.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
-        text += "" if default is None else f" (default: {shown})"
-        bare = True if kind is bool else spec.metadata["bare"]
+        bare = True if type_of(spec) is bool else spec.metadata["bare"]
         extra: dict = {} if bare is None else dict(nargs="?", const=bare)
-        target.add_argument(f"--{spec.name}", default=default, help=text.replace("%", "%%"),
-                            metavar="true|false" if kind is bool else kind.__name__.upper(),
+        parser.add_argument(f"--{spec.name}", default=spec.default,
                             type=functools.partial(convert, spec, problems), **extra)
 
     def error(message):
@@ -102,7 +100,11 @@ def check_values(config) -> list[str]:
         value, meta = getattr(config, spec.name), spec.metadata
         if value is None:
             continue
-        if meta["choices"] and value not in meta["choices"]:
+        if value == "" != spec.default:
+            problems.append(f"--{spec.name} '': has no value; give one, or leave the flag out")
+        elif isinstance(value, float) and math.isinf(value):
+            problems.append(f"--{spec.name} {value}: must be a finite number")
+        elif meta["choices"] and value not in meta["choices"]:
             hint = closest(str(value), meta["choices"])
             problems.append(f"--{spec.name} {value}: {hint}choose from {', '.join(meta['choices'])}")
         elif meta["low"] is not None and not value >= meta["low"]:
@@ -120,12 +122,40 @@ def underscored(arg: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
-def parse_flags(config: type, argv: list[str], groups: dict, description: str, aliases: dict[str, dict]):
+def lines_of(file: str) -> list[str]:
+    """The flags of a file, as arguments: a line is `--flag value`, `flag: value` or a comment (#). Raises
+    UserError."""
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"@{file}: {reason}; @ begins the name of a file of flags (write a value that begins "
+                        f"with @ as --flag=@...)") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        line = re.sub(r"(^|\s)#.*", "", line).strip()
+        match = re.fullmatch(r"--([\w-]+)(?:(?:\s+|\s*=\s*)(.+))?|([\w-]+):(?:\s+(.+))?", line)
+        if line and not match:
+            raise UserError(f"@{file}, line {number}: {line!r} is no flag; write `--flag value` or "
+                            f"`flag: value`")
+        if line:
+            name, value = match[1] or match[3], match[2] or match[4]
+            quoted = value and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+            found.append(f"--{name}" if value is None else f"--{name}={value[1:-1] if quoted else value}")
+    return found
+
+
+def expand(argv: list[str]) -> list[str]:
+    """The arguments, with those of its file in the place of each @file."""
+    return [part for word in argv for part in (lines_of(word[1:]) if word.startswith("@") else [word])]
+
+
+def parse_flags(config: type, argv: list[str], aliases: dict[str, dict]):
     """Flags -> (a `config`, the problems found). `aliases` maps other spellings of a flag's values to its
     choices."""
     problems: list[str] = []
-    parser = make_parser(config, groups, description, problems)
-    known, rest = parser.parse_known_args([underscored(arg) for arg in argv])
+    parser = make_parser(config, problems)
+    known, rest = parser.parse_known_args([underscored(arg) for arg in expand(argv)])
     for name, spellings in aliases.items():
         value = getattr(known, name)
         setattr(known, name, spellings.get(value, value))

@@ -7,7 +7,6 @@ OUT is what train.py wrote: a PEFT adapter folder, or a whole model as a Hugging
 """
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 from scripts import vocabulary
 from scripts.data import DataError, chat_ids, kebab_flags, load, pad_id, prompt_ids, quiet, render
-from scripts.flags import to_bool
+from scripts.checkpoint import read_json
+from scripts.flags import Refused, UserError, to_bool
 
 EVAL_BATCH = 16
 
@@ -35,7 +35,7 @@ class Source(NamedTuple):
 def recorded(folder: Path) -> dict:
     """run.json of a training run; {} where there is none."""
     file = folder / "run.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}
 
 
 def locate(folder: str, base: str = "", trust: bool = False) -> Source:
@@ -49,6 +49,9 @@ def locate(folder: str, base: str = "", trust: bool = False) -> Source:
                             "pass the folder in which a run saved its final result")
         return Source(str(path), None, str(path), trust=trust)
     base = base or _recorded_base(path)
+    if not (path / "adapter_model.safetensors").is_file():
+        raise DataError(f"{folder}: adapter_model.safetensors is missing beside adapter_config.json; pass "
+                        "the folder in which a run saved its final result")
     own_tokenizer = (path / "tokenizer_config.json").is_file()
     rope = recorded(path).get("model", {}).get("rope") or {}
     return Source(base, str(path), str(path) if own_tokenizer else base, rope, trust)
@@ -57,7 +60,7 @@ def locate(folder: str, base: str = "", trust: bool = False) -> Source:
 def _recorded_base(adapter: Path) -> str:
     """The model that the adapter was trained on."""
     file = adapter / "adapter_config.json"
-    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    base = read_json(file).get("base_model_name_or_path")
     if not base:
         raise DataError(f"{file} does not name its base model; pass --base FOLDER")
     return _present(base, str(file))
@@ -74,13 +77,14 @@ def _present(model: str, named_by: str) -> str:
 def read_model(source: Source):
     """(model, tokenizer) in eval mode, on the accelerator if there is one; DataError if not to be had."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=source.trust)
         model = AutoModelForCausalLM.from_pretrained(source.model, dtype="auto", **source.rope,
                                                      trust_remote_code=source.trust)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason, own = str(error).splitlines()[0], "trust_remote_code" in str(error)
         help = "to run that code pass --trust_remote_code true" if own else "pass --base FOLDER"
         raise DataError(f"cannot load {source.model}: {reason}; {help}") from None
@@ -89,7 +93,11 @@ def read_model(source: Source):
         rows = vocabulary.size(tokenizer)
         if rows > model.get_input_embeddings().weight.shape[0]:  # tokens were added; the adapter has rows
             model.resize_token_embeddings(rows, mean_resizing=False)
-        model = PeftModel.from_pretrained(model, source.adapter)
+        try:
+            model = PeftModel.from_pretrained(model, source.adapter)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise DataError(f"cannot load the adapter {source.adapter} over {source.model}: "
+                            f"{str(error).splitlines()[0]}; pass the --base it was trained on") from None
     return model.to(device).eval(), tokenizer
 
 
@@ -199,6 +207,8 @@ def main(
     try:
         if bool(prompt) == bool(eval):
             raise DataError("pass either --prompt TEXT or --eval FILE")
+        if max_new_tokens < 1:
+            raise DataError(f"--max_new_tokens {max_new_tokens}: must be at least 1")
         rows, chat = load(eval) if eval else [], chat or trained_on_chats(adapter)
         base = base and _present(base, "--base")
         source = locate(adapter, base, trust_remote_code)
@@ -207,8 +217,8 @@ def main(
                 evaluate(source, base, rows, chat, max_new_tokens, show)
             else:
                 stream(source, prompt, input, chat, max_new_tokens)
-    except DataError as error:
-        sys.exit(f"generate.py: {error}")
+    except (DataError, UserError) as error:
+        raise Refused("generate.py", error) from None
 
 
 if __name__ == "__main__":

@@ -57,9 +57,11 @@ def problems(config: Config) -> list[str]:
 
 def parse(argv: list[str]) -> Config:
     """Flags -> Config. Raises UserError with everything that is wrong with them by themselves."""
-    groups = train.GROUPS | {"trl_fsdp": "TRL"}
+    if "--help" in argv:
+        print(__doc__)
+        sys.exit(0)
     aliases = {"precision": train.PRECISION_ALIASES}
-    config, found = parse_flags(Config, argv, groups, __doc__.split("\n")[0], aliases)
+    config, found = parse_flags(Config, argv, aliases)
     if found := found or problems(config):
         raise UserError("\n  ".join(found))
     return config

@@ -115,12 +115,11 @@ def main(
 ):
     "Report what each process of a run sees, how fast they exchange data, and which differ."
     from scripts import launcher
-    from scripts.flags import UserError
+    from scripts.flags import Refused, UserError
     try:
         code = launcher.run_ranks(__file__, look, world_size, master_addr, master_port)
     except UserError as error:
-        print(f"launch_check.py: error: {error}", file=sys.stderr)
-        code = 2
+        raise Refused("launch_check.py", error) from None
     sys.exit(code)
 
 

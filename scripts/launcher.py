@@ -75,6 +75,12 @@ class Nodes:
         self.hosts, self.told, self.broken = [socket.gethostname()], 0.0, (dist.DistError, RuntimeError)
         self.silent: set[int] = set()
         try:
+            if self.node == 0:  # the store would try for five minutes
+                socket.getaddrinfo(place.address, None)
+        except OSError as error:
+            raise UserError(f"--master_addr {place.address}: no such host ({error.strerror}); leave it out "
+                            f"on one machine") from error
+        try:
             self.store = dist.TCPStore(place.address, place.port, is_master=self.node == 0,
                                        wait_for_workers=False)
         except self.broken as error:
@@ -264,6 +270,10 @@ def run_ranks(script: str, work: Callable, world_size: int = -1, address: str = 
     """For scripts that measure or look: starts `script`, with this process's arguments, as ranks; in a rank
     it calls work(runtime), whose result is the exit code (None: 0)."""
     import train
+    if not 0 <= port <= 65535:
+        raise UserError(f"--master_port {port}: ports go from 0 (a free one) to 65535")
+    if world_size < 1 and world_size != -1:
+        raise UserError(f"--world_size {world_size}: must be at least 1 (or -1 for the default)")
     place = places.place(os.environ, world_size, address, port, train.accelerator_count())
     if place.local_rank is None:
         return launch(script, sys.argv[1:], place)

@@ -5,8 +5,10 @@ import json
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +29,39 @@ class Flags:
     verbose: bool = option(False, "print what was found in the model as well: blocks, linears, FSDP units")
 
 
+WIDTH = 80  # columns of a terminal; files and pipes get whole lines
+
+
 def say(label: str, text: str) -> None:
-    """One line of the run's report: a label of up to eight letters, and the rest."""
-    print(f"{label:<8}{text}", flush=True)
+    """One line of the run's report: a label of up to eight letters, and the rest; on a terminal folded."""
+    if sys.stdout.isatty():
+        text = textwrap.fill(text, WIDTH - 8, break_long_words=False, break_on_hyphens=False)
+    print(f"{label:<8}" + text.replace("\n", "\n" + " " * 8), flush=True)
+
+
+def say_command(label: str, *parts: str) -> None:
+    """A command to copy. On a terminal it is folded between its parts, as the shell allows."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) < WIDTH - 10 or not sys.stdout.isatty():
+            lines[-1] += " " + part
+        else:
+            lines += ["  " + part]
+    print(f"{label:<8}" + (" \\\n" + " " * 8).join(lines), flush=True)
+
+
+def wandb_ready() -> bool:
+    """Whether Weights & Biases can start: offline or off, a server of one's own, or with an API key in the
+    environment or in ~/.netrc, where `wandb login` puts it."""
+    import netrc
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or \
+            {"WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"} & set(os.environ):
+        return True
+    try:
+        found = netrc.netrc(os.environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return found.authenticators("api.wandb.ai") is not None
 
 
 def host_peak() -> int:
@@ -91,11 +123,19 @@ def host_free(processes: int) -> int:
     return found[0] // processes if found else 2**62
 
 
-def describe(row: dict) -> str:
-    """One row of metrics.jsonl in a line."""
-    utilised = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
-    return (f"loss {row['loss']:.4f}  lr {row['lr']:.2e}  norm {row['grad_norm']:.2f}  "
-            f"{row['tokens_per_second']:.0f} tok/s{utilised}  {row['peak_memory_bytes'] / 2**30:.2f} GiB")
+def describe(row: dict, room: int = WIDTH) -> str:
+    """One row of metrics.jsonl in a line of at most `room` columns: what does not fit is left out, the least
+    telling first; metrics.jsonl has all."""
+    parts = dict(loss=f"loss {row['loss']:.4f}", lr=f"lr {row['lr']:.2e}",
+                 norm=f"norm {row['grad_norm']:.2f}", speed=f"{row['tokens_per_second']:.0f} tok/s",
+                 mfu=f"MFU {row['mfu']:.1%}" if "mfu" in row else "",
+                 memory=f"{row['peak_memory_bytes'] / 2**30:.2f} GiB")
+    for spare in ("", "memory", "lr", "mfu", "norm", "speed"):
+        parts.pop(spare, None)
+        line = "  ".join(filter(None, parts.values()))
+        if len(line) <= room:
+            break
+    return line
 
 
 class StdoutLog:
@@ -111,7 +151,8 @@ class StdoutLog:
         if now - self.last >= self.every or step in (self.done + 1, self.total):
             self.last = now
             left = (now - self.start) / (step - self.done) * (self.total - step)
-            print(f"step {step}/{self.total}  {describe(row)}  {left:.0f} s left", flush=True)
+            begin, end = f"step {step}/{self.total}  ", f"  {left:.0f} s left"
+            print(begin + describe(row, WIDTH - len(begin) - len(end)) + end, flush=True)
 
     def show(self, text: str) -> None:
         print(text, flush=True)
@@ -140,7 +181,8 @@ class TqdmLog(StdoutLog):
                         bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}  {remaining} left")
 
     def write(self, row: dict) -> None:
-        self.bar.set_description_str(describe(row), refresh=False)
+        room = shutil.get_terminal_size().columns - 2 * len(str(self.total)) - 28  # a bar of ten, time left
+        self.bar.set_description_str(describe(row, room), refresh=False)
         self.bar.update()
         if self.lines:
             self.lines.write(row)
@@ -404,23 +446,26 @@ def finish(config, summary: dict) -> None:
     """What came out, and the command that tries it."""
     losses = f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f}"
     say("done", f"{summary['steps']} steps in {summary['seconds']:.0f} s, loss {losses}, "
-                f"{summary['tokens_per_second']:.0f} tokens/s, "
+                f"{summary['tokens']} tokens, {summary['tokens_per_second']:.0f} tokens/s, "
                 f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB per process")
     for name, value in summary.get("memory", {}).items():
         say("memory", f"{name.removeprefix('memory/').replace('_', ' '):<34}{value / 2**30:8.3f} GiB")
     if not config.save_model:
         return
     result = config.output_dir
+    kind = "new blocks" if config.type.new_blocks else "adapter" if config.type.adapter else "model"
+    say("saved", f"{kind} and tokenizer in {result}, with metrics.jsonl and run.json")
     if config.type.new_blocks:
         result += "-merged"
-        say("merge", f"python scripts/merge.py --adapter {config.output_dir} --output_dir {result}")
-    command, prompt = f"python scripts/generate.py --adapter {result}", '--prompt "..."'
+        say_command("merge", "python scripts/merge.py", f"--adapter {config.output_dir}",
+                    f"--output_dir {result}")
+    command, prompt = ("python scripts/generate.py", f"--adapter {result}"), ['--prompt "..."']
     if config.dataset == "demo":
         from scripts import demo
         row = demo.examples("held_out", 1)[0]
-        prompt = f'--prompt "{row["instruction"]}" --input "{row["input"]}"'
-        say("score", f"{command} --eval {config.output_dir}/held_out.jsonl")
-    say("try", f"{command} {prompt}")
+        prompt = [f'--prompt "{row["instruction"]}"', f'--input "{row["input"]}"']
+        say_command("score", *command, f"--eval {config.output_dir}/held_out.jsonl")
+    say_command("try", *command, *prompt)
 
 
 def git_commit() -> str | None:

@@ -25,7 +25,7 @@ from scripts.block_expansion import find_blocks, layer_count
 from scripts.checkpoint import (Checkpoint, Entry, check_new_folder, copy_companions, fingerprint, new_blocks,
                                 find_slots, open_model, read_json, staged, write_json, write_model)
 from scripts.data import kebab_flags, quiet
-from scripts.flags import UserError
+from scripts.flags import Refused, UserError
 
 MERGE_BASES = ("original", "dequantized")
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -494,7 +494,7 @@ def main(
             raise UserError("pass --output_dir FOLDER")
         facts = merge(adapter, output_dir, base, merge_base, dtype)
     except (UserError, OSError) as error:
-        sys.exit(f"merge.py: {error}")
+        raise Refused("merge.py", error) from None
     what = f"blocks {facts['blocks']}" if "blocks" in facts else f"{facts['linears']} linears, " \
         f"r {facts['r']}, scaling {facts['scaling']:g}" + \
         "".join(f", {name} in full" for name in facts["modules_to_save"][:4])

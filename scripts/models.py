@@ -4,6 +4,7 @@ replaced, what happens to logits, which attention fits, RoPE for longer texts, c
 Nothing here goes by the names of models but the table MODELS, for what the structure does not say. To add a
 model that is refused, add the row that the message asks for.
 """
+import contextlib
 import functools
 import importlib.util
 import re
@@ -196,10 +197,27 @@ def rope_of(config) -> dict:
 
 # ---------------------------------------------------------------------------------------------- configuration
 
+@contextlib.contextmanager
+def validated():
+    """Makes a ValueError of what transformers finds wrong with the values of a config.json, without its
+    warnings: they come several times, and before the one message that counts."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers.utils import logging
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    except StrictDataclassError as error:
+        raise ValueError(str(error).strip().splitlines()[-1].strip()) from error
+    finally:
+        logging.set_verbosity(level)
+
+
 def read_config(folder: Path, rope_scaling: str | None, trust_remote_code: bool):
-    """The configuration that transformers reads, with RoPE as wanted."""
+    """The configuration that transformers reads, with RoPE as wanted. Raises ValueError for a bad one."""
     from transformers import AutoConfig
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with validated():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if rope_scaling:
         scale_rope(config, rope_scaling)
     return config
@@ -207,10 +225,11 @@ def read_config(folder: Path, rope_scaling: str | None, trust_remote_code: bool)
 
 def problem(error: Exception, folder: Path, attention: str) -> str:
     """Why transformers cannot build a model, and which flag helps."""
-    reason = (str(error).strip() or repr(error)).splitlines()[0]
+    text = repr(error) if isinstance(error, KeyError) else str(error).strip() or repr(error)
+    reason = text.splitlines()[0]
     if "trust_remote_code" in str(error) or "custom code" in reason:
         return (f"{folder}: this model needs its own code, the .py files in its folder, which would run with "
                 f"all your rights; if you trust where they come from, pass --trust_remote_code true")
     if attention != "auto" and "attention" in reason.lower():
         return f"--attn_implementation {attention}: {reason.split('. ')[0]}; auto takes one that it has"
-    return f"{folder}: transformers cannot build this model: {reason}"
+    return f"{folder}: transformers cannot build this model from its config.json: {reason}"

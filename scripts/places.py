@@ -89,6 +89,8 @@ def variables(env) -> Place | None:
     given = {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": env["WORLD_SIZE"]} | dict(env)
     rank, world, local_rank, local_world, port = numbers(
         given, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"))
+    if port > 65535:
+        raise UserError(f"MASTER_PORT={port}: ports end at 65535")
     for name, value, limit in (("RANK", rank, world), ("LOCAL_RANK", local_rank, local_world)):
         if value >= limit:
             raise UserError(f"{name}={value} does not fit {name.replace('RANK', 'WORLD_SIZE')}={limit}")

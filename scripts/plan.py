@@ -203,7 +203,11 @@ def plan(config, world: int, mode: str = "quick") -> Plan:
     found = []
     for layers in (depth,) if mode == "exact" else FEW:
         with model_folder(content, layers, new) as folder:
-            trace, facts = plan_trace.run(train, config, folder, world)
+            try:
+                trace, facts = plan_trace.run(train, config, folder, world)
+            except UserError as error:
+                name = config.llama_pro_path or config.model_name or "model"
+                raise UserError(str(error).replace(str(folder), name)) from error
         numbers = {name: value for name, value in facts.items() if isinstance(value, int)}
         found.append((layers, [trace.peak, trace.parts, numbers]))
     if mode == "exact":
@@ -381,6 +385,9 @@ def worlds(config) -> int:
 
 def answer(config) -> None:
     """`train.py --plan`: prints the plan, then what to change, or how much more fits."""
+    from scripts import checkpoint
+    if problems := checkpoint.check_file(config.plan_json, "--plan_json"):
+        raise UserError(problems[0])
     if config.compile:
         print("planned as without --compile: what compiled blocks hold on the way is not known beforehand")
         config = dataclasses.replace(config, compile=False)

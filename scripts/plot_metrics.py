@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+from scripts.checkpoint import check_file  # noqa: E402
 from scripts.data import kebab_flags  # noqa: E402
-from scripts.flags import UserError  # noqa: E402
+from scripts.flags import Refused, UserError  # noqa: E402
 
 # Column of metrics.jsonl -> title of its panel.
 PANELS = {"loss": "loss per supervised token", "lr": "learning rate", "grad_norm": "gradient norm",
@@ -104,9 +105,11 @@ def main(
     try:
         if Path(output).suffix != ".png":
             raise UserError(f"--output {output}: must end in .png")
+        if problems := check_file(output, "--output"):
+            raise UserError(problems[0])
         draw({folder: read(folder) for folder in folders}, output)
     except (UserError, OSError) as error:
-        sys.exit(f"plot_metrics.py: {error}")
+        raise Refused("plot_metrics.py", error) from None
     print(f"metrics of {', '.join(folders)}: {output}")
 
 

@@ -237,7 +237,8 @@ class HQQ:
 
     def problem(self, rows: int, columns: int) -> str | None:
         if columns % self.group:
-            return f"in_features must be a multiple of --hqq_group_size {self.group}"
+            return (f"in_features must be a multiple of --hqq_group_size {self.group}; "
+                    f"{math.gcd(columns, 1 << 20)} would do")
         together = self.packed_per_group[self.n_bits]
         if self.n_bits != 3 and rows * columns // self.group % together:
             return f"the number of groups must be a multiple of {together} for {self.n_bits} bits"

@@ -8,6 +8,7 @@ from scripts.flags import UserError
 
 CONTROL = re.compile(r"<\|.+\|>")  # how control tokens are written; in files of lines these are special
 SAMPLE = 1_000_000  # ids of the data among which untrained tokens are looked for
+TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")  # files, one of which a tokenizer has
 LOW = 0.2  # a norm below this part of the usual one is that of a row that was hardly ever trained
 
 
@@ -41,7 +42,11 @@ def parse(text: str) -> list:
 def read(file: str) -> list:
     """The tokens of --add_tokens. Raises UserError."""
     try:
-        return parse(Path(file).expanduser().read_text(encoding="utf-8"))
+        path = Path(file).expanduser()
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json" and text.lstrip()[:1] != "[":
+            raise ValueError("is no JSON list")
+        return parse(text)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = getattr(error, "strerror", None) or str(error) or repr(error)
         raise UserError(f"--add_tokens {file}: {reason}; give one token a line, or a JSON list") from error
@@ -59,11 +64,20 @@ def check(file: str) -> list[str]:
 def tokenizer(folder: Path, add_tokens: str = "", trust_remote_code: bool = False):
     """The tokenizer of a model folder, with the tokens of the file. Raises UserError without one."""
     from transformers import AutoTokenizer
+
+    from scripts import models
+    if not trust_remote_code and not any(next(folder.glob(name), None) for name in TOKENIZERS):
+        raise UserError(f"{folder}: no tokenizer in it ({', '.join(TOKENIZERS)}); copy the files of the "
+                        f"model that it came from into it")
     try:
-        made = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{folder}: no tokenizer can be loaded: {reason}") from error
+        with models.validated():
+            made = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a broken tokenizer.json is a plain Exception
+        if "trust_remote_code" in str(error):
+            raise UserError(models.problem(error, folder, "auto")) from error
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise UserError(f"{folder}: no tokenizer can be loaded: {reason}; copy the tokenizer's files of the "
+                        f"model that it came from into it") from error
     if add_tokens:
         made.add_tokens(read(add_tokens))
     return made

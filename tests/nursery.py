@@ -2,16 +2,20 @@
 the launcher would start as new interpreters. All else (launcher, ranks, signals, files) is the real thing.
 
 Reads one JSON list of flags per line from stdin, and writes "start <pid of the launcher> <pid of each rank>" and
-"end <exit code>" to stdout.
+"end <exit code>" to stdout. A JSON object is a command with an environment of its own: `script`, `argv`, `env`,
+`out` and `err` (files for what it prints).
 """
 
 import ctypes
 import gc
 import json
 import os
+import runpy
 import signal
 import sys
+import traceback
 import types
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,9 +35,11 @@ WORLD = 2
 
 def keep_stores() -> None:
     """A fork has its parent's store without the threads of it: it must never be taken down here."""
-    for thing in gc.get_objects():
-        if isinstance(thing, launcher.Nodes):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing.store))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # some of torch's objects do not want to be looked at
+        found = [thing for thing in gc.get_objects() if isinstance(thing, launcher.Nodes)]
+    for thing in found:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing.store))
 
 
 class Forked:
@@ -73,15 +79,36 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+def command(script: str, argv: list[str], env: dict[str, str], out: str, err: str) -> int:
+    """The exit code of a script run in this process, as an interpreter would."""
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ.update(env)
+    sys.argv = [script, *argv]
+    try:
+        code = train.main(argv) if script == train.__file__ else runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code if isinstance(code, int) else 0 if code is None or isinstance(code, dict) else 1
+
+
 def serve() -> None:
     launcher.subprocess = types.SimpleNamespace(Popen=Forked)
     for line in sys.stdin:
+        flags = json.loads(line)
         pid = os.fork()
+        if pid == 0 and isinstance(flags, dict):
+            os._exit(command(**flags))
         if pid == 0:  # the launcher; its ranks end as interpreters do, it does not
             log = os.open(os.environ["NURSERY_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            os._exit(train.main([*json.loads(line), "--world_size", str(WORLD)]))
+            os._exit(train.main([*flags, "--world_size", str(WORLD)]))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print("end", code, file=reports, flush=True)
 

@@ -299,8 +299,8 @@ def test_command(base, tmp_path):
     assert done.returncode == 0 and not done.stderr and "new blocks 4" in done.stdout, done.stderr
     done = run("--model_name", str(base("exp-llama")), "--output_dir", out)
     assert (
-        done.returncode == 1
-        and done.stderr == f"block_expansion.py: --output_dir {out}: not empty; choose another\n"
+        done.returncode == 2
+        and done.stderr == f"block_expansion.py: error: --output_dir {out}: not empty; choose another\n"
     )
 
 

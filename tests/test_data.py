@@ -752,9 +752,9 @@ def test_the_command_shows_what_is_trained_on(tmp_path):
     assert len(re.findall(r"###Answer:\n⟦It is \d\.</s>⟧", done.stdout)) == 2 and "\033" not in done.stdout
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     done = show(*flags[:4])
-    assert done.returncode == 1 and "line 11" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "line 11" in done.stderr and "Traceback" not in done.stderr
     done = show("--dataset", "dummy", "--model-name", str(tmp_path / "none"))
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr
 
 
 def test_colours_on_a_terminal(bpe):

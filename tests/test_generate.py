@@ -77,7 +77,7 @@ def test_what_is_missing_is_named(results, tmp_path):
         (["--adapter", results["qlora"], "--base", "/gone", "--prompt", "x"], "--base FOLDER"),
     ]:
         done = generate(*flags)
-        assert done.returncode == 1 and text in done.stderr and "Traceback" not in done.stderr
+        assert done.returncode == 2 and text in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_base_that_moved_is_named(results, tmp_path):
@@ -87,4 +87,4 @@ def test_a_base_that_moved_is_named(results, tmp_path):
         config.read_text().replace('"base_model_name_or_path": "/', '"base_model_name_or_path": "/moved/')
     )
     done = generate("--adapter", str(tmp_path / "adapter"), "--prompt", "x")
-    assert done.returncode == 1 and "/moved/" in done.stderr and "pass --base" in done.stderr
+    assert done.returncode == 2 and "/moved/" in done.stderr and "pass --base" in done.stderr

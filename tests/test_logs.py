@@ -55,23 +55,13 @@ def rows(folder) -> list[dict]:
 # ------------------------------------------------------------------------------------------------------- flags
 
 
-def test_flags_stand_beside_their_code_and_help_keeps_its_order(capsys):
+def test_flags_stand_beside_their_code():
     names = [spec.name for spec in dataclasses.fields(train.Config)]
     assert len(names) == len(set(names)) and {"log_to", "profile", "batch_size"} <= set(names)
     with pytest.raises(dataclasses.FrozenInstanceError):
         train.Config().log_to = "stdout"
     assert list(dataclasses.asdict(train.Config())) == names
     assert dataclasses.replace(train.Config(), name="x").name == "x"
-    with pytest.raises(SystemExit):
-        train.parse(["--help"])
-    text = capsys.readouterr().out
-    places = [text.index(f"\n{title}:\n") for title in train.GROUPS.values()]
-    assert places == sorted(places)
-    firsts = [text.index(f"--{name} ") for name in train.GROUPS]
-    assert all(low < first for low, first in zip(places, firsts))
-    assert text.index("--entity ") > text.index("\nlogs:\n") and text.index("--seed ") < text.index(
-        "\nlogs:\n"
-    )
 
 
 @pytest.mark.parametrize("name", logs.LOG_TO)
@@ -419,3 +409,43 @@ def test_cautions(tmp_path, key):
     assert logs.cautions(bf16, few, tmp_path, 64) == logs.cautions(bf16, many, tmp_path, 10**6) == []
     (tmp_path / "config.json").write_text(json.dumps({key: "float16"}))
     assert logs.cautions(fp16, few, tmp_path, 64) == []
+
+
+# ------------------------------------------------------------------------------------------------------ 80 columns
+
+
+ROW = dict(loss=12.3456, lr=2e-4, grad_norm=1234.5, tokens_per_second=123456.0, mfu=0.421, peak_memory_bytes=2**37)
+
+
+@pytest.mark.parametrize("total", [9, 12345])
+def test_step_lines_fit_into_80_columns(capsys, total):
+    log = logs.StdoutLog(None, total=total, run={}, done=total - 1, state={})
+    log.write(ROW | dict(step=total))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert len(line) <= 80 and line.startswith(f"step {total}/{total}  loss 12.3456") and line.endswith("0 s left")
+    assert "123456 tok/s" in line and "lr" in logs.describe(ROW, 100) and "128.00 GiB" in logs.describe(ROW, 100)
+    assert logs.describe(ROW, 5) == "loss 12.3456"
+
+
+SUMMARY = dict(
+    steps=75, seconds=123.4, tokens=9876, loss_first=2.5, loss_last=0.5, tokens_per_second=80.0, peak_memory_bytes=2**31
+)
+
+
+def test_the_last_lines_fold_on_a_terminal_only(capsys, monkeypatch):
+    """Time, tokens, losses, memory, where the result is, what comes next; commands stay commands."""
+    config = train.Config(output_dir="a_folder_whose_name_is_quite_long/and_deep")
+    logs.finish(config, SUMMARY)
+    plain = capsys.readouterr().out
+    for part in (
+        "done    75 steps in 123 s, loss 2.500 -> 0.500, 9876 tokens, 80 tokens/s, peak 2.00 GiB",
+        "saved   adapter and tokenizer in a_folder_whose_name_is_quite_long/and_deep",
+        'try     python scripts/generate.py --adapter a_folder_whose_name_is_quite_long/and_deep --prompt "',
+    ):
+        assert part in plain
+    monkeypatch.setattr(logs.sys.stdout, "isatty", lambda: True, raising=False)
+    logs.finish(config, SUMMARY)
+    folded = capsys.readouterr().out
+    assert max(map(len, folded.splitlines())) <= 80 < max(map(len, plain.splitlines()))
+    assert folded.replace("\\\n", " ").split() == plain.split()
+    assert "\033" not in folded

@@ -446,7 +446,7 @@ def test_command(lora, models, tmp_path):
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert "merged lora (14 linears, r 8, scaling 2) into the original weights" in done.stdout
     done = run("--adapter", models("llama"), "--output-dir", str(tmp_path / "other"))
-    assert done.returncode == 1 and "already a whole model" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and "already a whole model" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_bad_flags(lora, tmp_path):

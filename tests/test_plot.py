@@ -103,7 +103,7 @@ def test_what_cannot_be_drawn_is_one_message(tmp_path, monkeypatch, content, fla
     output = dict(output=flags[1]) if flags else dict(output=str(tmp_path / "x.png"))
     with pytest.raises(SystemExit) as stopped:
         plot_metrics.main(folders=[str(tmp_path / "out")], **output)
-    assert str(stopped.value).startswith("plot_metrics.py: ") and message in str(stopped.value)
+    assert str(stopped.value).startswith("plot_metrics.py: error: ") and message in str(stopped.value)
     assert not (tmp_path / "x.png").exists()
 
 
