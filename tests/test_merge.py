@@ -153,7 +153,7 @@ def test_folder(lora, models, tmp_path):
     assert config == json.loads((base / "config.json").read_text())
     assert json.loads((tmp_path / "out" / "merge.json").read_text()) == dict(
         adapter=str(lora), base=str(base), base_fingerprint=checkpoint.fingerprint(base),
-        merge_base="original", quantizer=None, dtype="keep", kind="lora", r=8, lora_alpha=16,
+        merge_base="original", quantizer=None, dtype="keep", kind="lora", r=8, lora_alpha=16, stacks=0,
         use_rslora=False, scaling=2.0,
         targets=sorted(SEVEN), linears=14, modules_to_save=[],
     )  # fmt: skip
