@@ -13,7 +13,7 @@ from reference import plain_base
 from scripts import block_expansion, experts, merge, prequantized
 from scripts.data import Sample
 from test_load import copy_model
-from test_parity import AFTER_ADAM, assert_close, distance
+from test_parity import AFTER_ADAM, assert_close, distance, padded, reference_fit
 from test_prequantized import edited
 from train import QUANTIZERS, TRAIN_TYPES
 
@@ -98,31 +98,9 @@ def adapted(model, targets: list[str], on_experts: bool, start: dict):
 
 
 def library_fit(model, batch_size: int, count: int, **options):
-    """A plain loop over padded batches with an attention mask; the loss is transformers' own."""
-    from scripts import data
-
-    model.train()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
-    samples, losses, norms = tiny.samples(12), [], []
-    windows = data.steps(12, seed=1, epoch=0, batch_size=batch_size, accumulation=1, rank=0, world=1)
-    for (chosen,) in (windows * count)[:count]:
-        loss = model(**padded([samples[i] for i in chosen]), **options).loss
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(trained, float("inf")).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, norms
-
-
-def padded(samples: list) -> dict:
-    longest = max(len(s.ids) for s in samples)
-    rows = [(s, longest - len(s.ids)) for s in samples]
-    return dict(
-        input_ids=torch.tensor([s.ids + [1] * n for s, n in rows]),
-        attention_mask=torch.tensor([[1] * len(s.ids) + [0] * n for s, n in rows]),
-        labels=torch.tensor([s.labels + [-100] * n for s, n in rows]),
+    """A plain loop; the loss is transformers' own."""
+    return reference_fit(
+        model, tiny.samples(12), batch_size, count, lambda model, batch: model(**batch, **options).loss
     )
 
 

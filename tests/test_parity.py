@@ -264,7 +264,23 @@ def reference_model(folder: str, train_type: str, start: dict, linears: list[str
     return model, named
 
 
-def reference_fit(model, samples: list, batch_size: int, count: int):
+def padded(samples: list) -> dict:
+    """One batch with an attention mask, as transformers takes it."""
+    longest = max(len(s.ids) for s in samples)
+    rows = [(s, longest - len(s.ids)) for s in samples]
+    return dict(
+        input_ids=torch.tensor([s.ids + [1] * n for s, n in rows]),
+        attention_mask=torch.tensor([[1] * len(s.ids) + [0] * n for s, n in rows]),
+        labels=torch.tensor([s.labels + [-100] * n for s, n in rows]),
+    )
+
+
+def plain_loss(model, batch: dict) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def reference_fit(model, samples: list, batch_size: int, count: int, loss_of=plain_loss):
     """A plain loop: padded batches with an attention mask, whole logits, cross-entropy, AdamW, one process.
     """
     from scripts import data
@@ -277,13 +293,7 @@ def reference_fit(model, samples: list, batch_size: int, count: int):
     )
     losses, norms = [], []
     for (chosen,) in (windows * count)[:count]:
-        batch = [samples[i] for i in chosen]
-        longest = max(len(s.ids) for s in batch)
-        ids = torch.tensor([s.ids + [1] * (longest - len(s.ids)) for s in batch])
-        mask = torch.tensor([[1] * len(s.ids) + [0] * (longest - len(s.ids)) for s in batch])
-        labels = torch.tensor([s.labels + [-100] * (longest - len(s.ids)) for s in batch])
-        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        loss = loss_of(model, padded([samples[i] for i in chosen]))
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(trained, float("inf")).item())
         optimizer.step()

@@ -105,16 +105,19 @@ def test_modules_that_the_folder_leaves_plain_stay_plain(pool, quantised):
     assert any("v_proj.lora_A" in n for n in parts)
 
 
-@pytest.mark.parametrize("train_type, world", [("qlora", 1), ("custom_qlora", 2), ("bnb_dora", 2)])
-def test_a_trained_adapter_loads_on_transformers_own_load(pool, quantised, tmp_path, train_type, world):
+TRAINED = [("qlora", 1, "nf4"), ("custom_qlora", 2, "nf4"), ("bnb_dora", 2, "nf4"), ("qlora", 2, "fp4-single")]
+
+
+@pytest.mark.parametrize("train_type, world, form", TRAINED)
+def test_a_trained_adapter_loads_on_transformers_own_load(pool, quantised, tmp_path, train_type, world, form):
     """Trained on the folder, saved, and loaded by PEFT over the folder as transformers loads it."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     ids, output = [[5, 9, 33, 71, 204, 8]], str(tmp_path / "out")
     flags = dict(train_type=train_type, precision="fp32")
-    ours = pool.run(world, "logits", quantised("llama", "nf4"), flags, ids, 3, output)[0]
-    base = AutoModelForCausalLM.from_pretrained(quantised("llama", "nf4"), dtype=torch.float32)
+    ours = pool.run(world, "logits", quantised("llama", form), flags, ids, 3, output)[0]
+    base = AutoModelForCausalLM.from_pretrained(quantised("llama", form), dtype=torch.float32)
     theirs = PeftModel.from_pretrained(torch.nn.Module.float(base), output).eval()
     assert type(theirs.base_model.model.model.layers[0].mlp.up_proj.base_layer).__name__ == "Linear4bit"
     for module in theirs.modules():  # computes in fp32, as this run did
