@@ -446,6 +446,8 @@ def test_refusals(pool, models):
     ):
         (message,) = pool.run(1, "refused", models(model), flags | dict(train_type="lora"))
         assert reason in message
+    (compiled,) = pool.run(1, "refused", models("mixtral"), dict(train_type="qlora", compile=True))
+    assert "which rows go to which expert" in compiled
     for argv, reason in (
         (["--train_type", "bnb_dora"], "PEFT has no DoRA for experts"),
         (["--train_type", "full"], "goes with a LoRA train type"),
