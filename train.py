@@ -217,6 +217,10 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     hybrid_shard_size: int | None = option(None, "processes that share one copy under hybrid_*; without it "
                                                  "those of a node", low=1)
     wrap_policy: str = option("decoder", "FSDP units: blocks, or also their attention and MLP", WRAP_POLICIES)
+    prefetch_units: int = option(1, "units gathered ahead of their use: 0: none in backward (least memory), 1: "
+                                    "one there; more: also in forward, for slow networks", low=0)
+    reshard_last_block: bool = option(True, "false: the last block stays gathered from forward to backward: "
+                                            "one gather less, a block more memory")
     no_sync: bool = option(False, "reduce gradients once per step, not per micro-batch; holds them whole")
     world_size: int = option(-1, "processes; -1: one per accelerator, on a CPU 2 (1 with one core)", low=-1)
     master_addr: str = option("localhost", "address of the first process")
@@ -278,6 +282,7 @@ class Runtime:
     peak_memory: Callable[[], int]  # bytes: peak allocated on the accelerator; on a CPU the process's peak
     phase: Callable[[str], None] = lambda moment: None  # called at named moments; see logs.Memory
     free_memory: Callable[[], int] = lambda: 2**62  # bytes that are free for this process's tensors
+    copies: torch.Stream | None = None  # where copies to and from the host run beside the computation
 
     @property
     def main(self) -> bool:
@@ -298,7 +303,7 @@ def accelerator_count() -> int:
 def start_runtime(env=os.environ, timeout_minutes: float = 30) -> Runtime:
     """Device and process group. One process has a group too, so that it runs the same code as many."""
     place = places.variables(env) or places.ALONE
-    device, backend, peak = torch.device("cpu"), "gloo", logs.host_peak
+    device, backend, peak, copies = torch.device("cpu"), "gloo", logs.host_peak, None
     free = functools.partial(logs.host_free, place.local_world)
     if torch.accelerator.is_available():
         index = place.local_rank % accelerator_count()  # a task of srun may be shown its own one only
@@ -307,10 +312,11 @@ def start_runtime(env=os.environ, timeout_minutes: float = 30) -> Runtime:
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         peak = torch.accelerator.max_memory_allocated
         free = lambda: torch.accelerator.get_memory_info()[0]  # noqa: E731
+        copies = torch.Stream(device)
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if place.world == 1 else {}
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes), **alone)
     return Runtime(place.rank, place.local_rank, place.world, place.local_world, device, peak,
-                   free_memory=free)
+                   free_memory=free, copies=copies)
 
 
 def stop_runtime() -> None:
@@ -427,9 +433,11 @@ def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list
     if embedding.weight is not head.weight:  # tied ones must share a unit, the root
         rest = [m for m in model.base_model.children() if m not in (embedding, blocks, *blocks)]
         units += [embedding, *(m for m in rest if list(m.parameters())), head]
+    kept = {head} | (set() if config.reshard_last_block else set(blocks[-1].modules()))
     for unit in units:
-        fully_shard(unit, reshard_after_forward=reshard and unit is not head, **common)
+        fully_shard(unit, reshard_after_forward=reshard and unit not in kept, **common)
     fully_shard(model, reshard_after_forward=False, **common)
+    order_prefetch(model, config.prefetch_units)
     if embedding in units and not embedding.weight.requires_grad:
         embedding.set_unshard_in_backward(False)  # it would be gathered ahead, and nothing asks for it
     for module in model.modules():  # the loss is divided by the tokens of all ranks: gradients are summed
@@ -437,6 +445,17 @@ def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return [names[unit] for unit in units] + ["root"]
+
+
+def order_prefetch(model: nn.Module, depth: int) -> None:
+    """How many units FSDP gathers ahead of the one in use. 1 is its own way: the next one in backward; in
+    forward the gathers of a GPU run ahead by themselves."""
+    units = [m for m in model.modules() if isinstance(m, torch.distributed.fsdp.FSDPModule)]  # as they run
+    for number, unit in enumerate(units if depth != 1 else ()):
+        if depth:
+            unit.set_modules_to_forward_prefetch(units[number + 1:number + 1 + depth])
+        before = units[max(0, number - depth):number]
+        unit.set_modules_to_backward_prefetch(before[::-1] or [unit])  # an empty list would mean the default
 
 
 def local_rows(rows: int, mesh) -> tuple[int, int]:
@@ -694,7 +713,7 @@ class Training:
         if dtype := self.config.numbers.autocast:
             stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))  # it keeps cast weights
         if self.config.use_activation_cpu_offload:
-            stack.enter_context(activations.Offload())
+            stack.enter_context(activations.Offload(self.runtime.copies))
         return stack
 
 

@@ -47,6 +47,12 @@ class Stream:
         pass
     record_event, wait_event, wait, synchronize = record, wait_stream, wait_stream, wait_stream
 
+    def __enter__(self):
+        getattr(torch, NAME).streams.append(self)
+
+    def __exit__(self, *error):
+        getattr(torch, NAME).streams.pop()
+
 
 class Accelerator(_DummyBackendModule):
     """Becomes torch.gpu."""
@@ -556,7 +562,8 @@ def run(train, config, folder, world: int, kind: str = NAME, count: int = 2) -> 
     with its persistent bytes."""
     register()
     changes = reports(train) + stand_ins(train, config) + device_stand_ins(train, kind, world)
-    runtime = train.Runtime(0, 0, world, world, torch.device(kind), peak_memory=lambda: 0)
+    runtime = train.Runtime(0, 0, world, world, torch.device(kind), peak_memory=lambda: 0,
+                            copies=Stream() if kind == NAME else None)
     gc.collect()
     gc.freeze()  # so that collections look at this trace's objects only
     with (substituted(*changes), fake_group(kind, world), torch.autograd.set_multithreading_enabled(False),

@@ -37,6 +37,7 @@ FREE = {"model_name", "llama_pro_path", "dataset", "skip_bad_rows", "eval_datase
         "eval_generate", "output_dir", "overwrite_output_dir", "save_model", "save_steps", "keep_checkpoints",
         "async_save", "resume", "batch_size", "gradient_accumulation_steps", "world_size",
         "sharding_strategy", "hybrid_shard_size", "attn_implementation", "wrap_policy",
+        "prefetch_units", "reshard_last_block",
         "use_gradient_checkpointing", "reentrant_checkpointing", "use_cpu_offload",
         "use_activation_cpu_offload", "compile", "no_sync", "low_memory", "loading_workers", "master_addr",
         "master_port", "timeout_minutes", "error_dir", "skip_nonfinite_steps", "trust_remote_code",

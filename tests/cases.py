@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import io
 import math
+import re
 import signal
 import time
 from pathlib import Path
@@ -188,6 +189,39 @@ def gradients(runtime: train.Runtime, folder: str, flags: dict) -> dict:
         own=len({id(p) for p in held} & {id(p) for p in model.trained().values()}),
         facts=model.facts,
     )
+
+
+def gathers(runtime: train.Runtime, folder: str, flags: dict) -> list[str]:
+    """What the second step does with blocks, in order: "gather 0" (their parameters) and "use 0" (backward reaches
+    them)."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as Group
+
+    config = configuration(folder, **flags)
+    model = train.build(config, Path(folder), runtime)
+    training = train.make_training(model, config, runtime, 2)
+    steps(training, tiny.samples(8), 1)
+    log, unshard, pre_backward = [], Group.unshard, Group.pre_backward
+
+    def note(what, group):
+        if number := re.search(r"layers\.(\d+)$", group._module_fqn or ""):
+            log.append(f"{what} {number[1]}")
+
+    def watched_unshard(self, *args):
+        before = self._all_gather_result
+        unshard(self, *args)
+        if self._all_gather_result is not before:
+            note("gather", self)
+
+    def watched_pre_backward(self, *args):
+        note("use", self)
+        pre_backward(self, *args)
+
+    Group.unshard, Group.pre_backward = watched_unshard, watched_pre_backward
+    try:
+        steps(training, tiny.samples(8), 1)
+    finally:
+        Group.unshard, Group.pre_backward = unshard, pre_backward
+    return log
 
 
 def fp16_overflow(runtime: train.Runtime, folder: str, flags: dict) -> dict:

@@ -105,6 +105,13 @@ SWITCHES = [
     dict(no_sync=True, gradient_accumulation_steps=2, batch_size=1, sharding_strategy="hybrid_shard_grad_op"),
     dict(use_cpu_offload=True, gradient_accumulation_steps=2, batch_size=1),
     dict(low_memory=False),
+    dict(prefetch_units=0),
+    dict(prefetch_units=0, use_cpu_offload=True, reentrant_checkpointing=True),
+    dict(prefetch_units=3, wrap_policy="decoder_attention_mlp"),
+    dict(prefetch_units=2, sharding_strategy="shard_grad_op", use_gradient_checkpointing=False),
+    dict(reshard_last_block=False),
+    dict(reshard_last_block=False, wrap_policy="decoder_attention_mlp", no_sync=True,
+         gradient_accumulation_steps=2, batch_size=1),
 ]
 
 
@@ -115,6 +122,26 @@ def test_switches(pool, models, alone, train_type, switches):
     wanted = alone("llama", dict(train_type=train_type, batch_size=8))
     flags = dict(train_type=train_type, batch_size=2) | switches
     assert_close(pool.run(4, "fit", models("llama", train_type), flags, local_world=2)[0], wanted)
+
+
+FORWARD = ["gather 0", "gather 1"]
+
+
+@pytest.mark.parametrize(
+    "flags, backward",
+    [
+        (dict(prefetch_units=0), ["use 1", "gather 1", "use 0", "gather 0"]),
+        (dict(), ["gather 1", "use 1", "gather 0", "use 0"]),
+        (dict(prefetch_units=3), ["gather 1", "gather 0", "use 1", "use 0"]),
+        (dict(reshard_last_block=False), ["use 1", "gather 0", "use 0"]),
+        (dict(sharding_strategy="shard_grad_op"), ["use 1", "use 0"]),
+    ],
+    ids=str,
+)
+def test_when_blocks_are_gathered(pool, models, flags, backward):
+    """Forward, then backward, which reaches block 1 first."""
+    found = pool.run(2, "gathers", models("llama"), dict(train_type="qlora") | flags)
+    assert found == [FORWARD + backward] * 2
 
 
 @pytest.mark.parametrize("precision", ["mp_bf16", "mp_fp16_autocast"])
