@@ -217,8 +217,8 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     hybrid_shard_size: int | None = option(None, "processes that share one copy under hybrid_*; without it "
                                                  "those of a node", low=1)
     wrap_policy: str = option("decoder", "FSDP units: blocks, or also their attention and MLP", WRAP_POLICIES)
-    prefetch_units: int = option(1, "units gathered ahead of their use: 0: none in backward (least memory), 1: "
-                                    "one there; more: also in forward, for slow networks", low=0)
+    prefetch_units: int = option(1, "units gathered ahead of use: 0: none in backward (least memory), 1: one "
+                                    "there; more: also in forward, for slow networks", low=0)
     reshard_last_block: bool = option(True, "false: the last block stays gathered from forward to backward: "
                                             "one gather less, a block more memory")
     no_sync: bool = option(False, "reduce gradients once per step, not per micro-batch; holds them whole")
@@ -517,59 +517,74 @@ def prefetch(jobs, work: Callable, workers: int):
         yield from ((done, future.result()) for done, future in pending)
 
 
-@torch.no_grad()
-def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: Runtime, mesh) -> None:
-    """Reads, quantises and places this rank's rows, tensor by tensor; little more than the shards is ever
-    held.
+@dataclass(frozen=True)
+class Loader:
+    """How a weight comes to this rank's rows. Four ways: plain and NF4 weights are read by rows; HQQ weights
+    are quantised whole, by the ranks in turn; weights that are quantised already are taken as they are; with
+    low_memory off every rank reads and quantises everything and keeps its rows: the same bits, more of all
+    else.
 
-    Four ways: plain and NF4 weights are read by rows; HQQ weights are quantised whole, by the ranks in turn;
-    weights that are quantised already are taken as they are; with low_memory off every rank reads and
-    quantises everything and keeps its rows: the same bits, more of all else.
+    Threads `read` ahead, without communication; `place` goes tensor by tensor, on all ranks at once.
     """
-    from tqdm import tqdm
-    size, me = mesh["shard"].size(), mesh["shard"].get_local_rank()
-    limits = functools.partial(local_rows, mesh=mesh)
+    stored: checkpoint.Checkpoint
+    mesh: dist.DeviceMesh
+    device: torch.device
+    low_memory: bool
 
-    def by_rows(slot) -> bool:
-        return config.low_memory and (not slot.quantized or slot.module.quantizer.by_rows)
+    def by_rows(self, slot: checkpoint.Slot) -> bool:
+        return self.low_memory and (not slot.quantized or slot.module.quantizer.by_rows)
 
-    def read(job):
+    def owner(self, turn: int) -> int:
+        """The rank of the shard group that quantises the tensor number `turn` for all."""
+        return turn % self.mesh["shard"].size()
+
+    @torch.no_grad()
+    def read(self, job: tuple[int, str, checkpoint.Slot]):
         turn, name, slot = job
-        if config.low_memory and not by_rows(slot) and turn % size != me:
+        mine = self.owner(turn) == self.mesh["shard"].get_local_rank()
+        if self.low_memory and not self.by_rows(slot) and not mine:
             return None
-        if kept := slot.quantized and stored.part_rows(name, slot.module.quantizer, limits):
+        limits = functools.partial(local_rows, mesh=self.mesh)
+        if kept := slot.quantized and self.stored.part_rows(name, slot.module.quantizer, limits):
             return kept
-        keep = share(slot, slot.rows, mesh)[0] if by_rows(slot) else slice(0, slot.rows)
+        keep = share(slot, slot.rows, self.mesh)[0] if self.by_rows(slot) else slice(0, slot.rows)
         each = slot.shape[0] // slot.rows  # rows of the checkpoint that are one row of the parameter
-        rows = stored.rows(name, keep.start * each, keep.stop * each).to(runtime.device)
+        rows = self.stored.rows(name, keep.start * each, keep.stop * each).to(self.device)
         if not slot.quantized:
             return rows.view(keep.stop - keep.start, *getattr(slot.module, slot.attribute).shape[1:])
         quantizer = slot.module.quantizer
-        return quantizer.quantize_rows(rows) if by_rows(slot) else quantizer.quantize(rows)
+        return quantizer.quantize_rows(rows) if self.by_rows(slot) else quantizer.quantize(rows)
 
-    def place(turn, slot, value):
+    @torch.no_grad()
+    def place(self, turn: int, slot: checkpoint.Slot, value) -> None:
         if not slot.quantized:
-            keep, where = share(slot, slot.rows, mesh)
-            value = value if config.low_memory else value[keep]
-            put(getattr(slot.module, slot.attribute), value, where)
+            keep, where = share(slot, slot.rows, self.mesh)
+            put(getattr(slot.module, slot.attribute), value if self.low_memory else value[keep], where)
         elif isinstance(value, checkpoint.PartRows):
             for name, rows in value.items():
                 put(getattr(slot.module, name), rows)
-        elif by_rows(slot):
-            put_rows(slot, value[0], value[1], mesh)
-        elif config.low_memory:
-            put_broadcast(slot, value, turn % size, runtime.device, mesh)
+        elif self.by_rows(slot):
+            put_rows(slot, *value, self.mesh)
+        elif self.low_memory:
+            put_broadcast(slot, value, self.owner(turn), self.device, self.mesh)
         else:
-            put_parts(slot, value, mesh)
+            put_parts(slot, value, self.mesh)
 
+
+def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: Runtime, mesh) -> None:
+    """Reads, quantises and places this rank's rows, tensor by tensor; little more than the shards is ever
+    held. `matched`: names of the checkpoint -> where they go."""
+    from tqdm import tqdm
+    loader = Loader(stored, mesh, runtime.device, config.low_memory)
     files = list(dict.fromkeys(stored.file[name] for name in matched))
     for number, file in enumerate(files, 1):
         jobs = [(turn, *item) for turn, item in enumerate(matched.items()) if stored.file[item[0]] == file]
         bar = tqdm(total=len(jobs), desc=f"loading {number}/{len(files)}", unit="tensor", leave=False,
                    disable=not (runtime.main and sys.stderr.isatty()))
-        ahead = max(1, config.loading_workers) if all(by_rows(slot) for *_, slot in jobs) else size + 1
-        for (turn, _, slot), value in prefetch(jobs, read, ahead):
-            place(turn, slot, value)
+        own = all(loader.by_rows(slot) for *_, slot in jobs)  # else every rank must be reading its own turn
+        ahead = max(1, config.loading_workers) if own else mesh["shard"].size() + 1
+        for (turn, _, slot), value in prefetch(jobs, loader.read, ahead):
+            loader.place(turn, slot, value)
             bar.update()
         bar.close()
         stored.close(file)
@@ -635,33 +650,24 @@ def change_forward(module: nn.Module, blocks: nn.ModuleList, config: Config) -> 
         activations.recompute_blocks(blocks, config.reentrant_checkpointing)
 
 
-def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
-    """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows. `stored`
-    is where weights come from, the folder's unless given."""
-    module, kind = empty_model(folder, config.numbers.frozen, config.attn_implementation, config.rope_scaling,
-                               config.trust_remote_code, config.add_tokens), config.type
-    models.choose_attention(module, config, accelerator_count())
-    stored = stored or vocabulary.grown(prequantized.open_weights(folder), module, config)
-    runtime.phase("after_model_created")
-    blocks, targets = blocks_of(module), []
-    models.check_logits(module, loss.logit_transform(module.config))
-    new = checkpoint.new_blocks(folder) if kind.new_blocks else []
-    facts = dict(architecture=module.config.model_type, blocks=len(blocks), new_blocks=new,
-                 parameters=sum(p.numel() for p in module.parameters()), quantizer=None, bits=None)
-    saved = trained.find_saved(module, config)
-    kept = {part for whole in saved.values() for part in whole.modules()}
-    module.stored_names, stacked = experts.Names(module), []
-    if kind.base != "plain":
-        quantizer = stored.quantizer(QUANTIZERS[kind.base], config)
-        old = [block for number, block in enumerate(blocks) if number not in new]
-        quantize_linears(old, quantizer, kept | stored.kept_plain(module) | experts.routers(module))
-        facts |= dict(quantizer=quantizer.recipe, bits=quantizer.bits)
+def quantize_base(module: nn.Module, blocks: list, config: Config, stored, kept: set) -> dict:
+    """Linears of `blocks`, and if asked for embedding and head, become quantised ones, still without memory;
+    modules in `kept` stay plain. Returns facts."""
+    facts: dict = dict(quantizer=None, bits=None)
+    if config.type.base != "plain":
+        quantizer = stored.quantizer(QUANTIZERS[config.type.base], config)
+        quantize_linears(blocks, quantizer, kept | stored.kept_plain(module) | experts.routers(module))
+        facts = dict(quantizer=quantizer.recipe, bits=quantizer.bits)
     facts["end_quantizer"] = quantize_ends(module, config, kept) if config.quantize_embeddings else None
-    quantized, old = quantized_elements(blocks), [b for n, b in enumerate(blocks) if n not in new]
-    facts |= dict(quantized_parameters=quantized, structure=models.structure(module, old, quantized),
-                  positions=getattr(module.config, "max_position_embeddings", None),
-                  rope=models.rope_of(module.config) if config.rope_scaling else None)
-    slots = checkpoint.find_slots(module)
+    quantized = quantized_elements(blocks)
+    return facts | dict(quantized_parameters=quantized, structure=models.structure(module, blocks, quantized))
+
+
+def choose_trained(module: nn.Module, blocks: nn.ModuleList, new: list[int], saved: dict, kept: set,
+                   config: Config) -> dict:
+    """What requires grad: everything, or the `new` blocks, or an adapter (added here) and beside it the
+    `saved` modules, whose parts are `kept`. Returns facts."""
+    kind, targets, stacked = config.type, [], []
     module.requires_grad_(kind.adapter is None and not kind.new_blocks)
     for number in new:
         blocks[number].requires_grad_()
@@ -674,11 +680,35 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
         whole.requires_grad_()
     trained.choose(module, config)
     experts.check(module, config, kept)
+    return dict(targets=targets, target_parameters=stacked,
+                modules_to_save=trained.written_names(module, saved),
+                trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad))
+
+
+def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
+    """Folder -> sharded model, with no rank ever holding more than its shards and one tensor's rows. `stored`
+    is where weights come from, the folder's unless given."""
+    module = empty_model(folder, config.numbers.frozen, config.attn_implementation, config.rope_scaling,
+                         config.trust_remote_code, config.add_tokens)
+    models.choose_attention(module, config, accelerator_count())
+    stored = stored or vocabulary.grown(prequantized.open_weights(folder), module, config)
+    runtime.phase("after_model_created")
+    blocks = blocks_of(module)
+    models.check_logits(module, loss.logit_transform(module.config))
+    new = checkpoint.new_blocks(folder) if config.type.new_blocks else []
+    facts = dict(architecture=module.config.model_type, blocks=len(blocks), new_blocks=new,
+                 parameters=sum(p.numel() for p in module.parameters()),
+                 positions=getattr(module.config, "max_position_embeddings", None),
+                 rope=models.rope_of(module.config) if config.rope_scaling else None)
+    saved = trained.find_saved(module, config)
+    kept = {part for whole in saved.values() for part in whole.modules()}
+    module.stored_names = experts.Names(module)  # before any parameter changes its name
+    facts |= quantize_base(module, [b for n, b in enumerate(blocks) if n not in new], config, stored, kept)
+    slots = checkpoint.find_slots(module)  # before there are adapters, which no checkpoint of a base has
+    facts |= choose_trained(module, blocks, new, saved, kept, config)
     experts.translate(stored, slots, module.stored_names)
     matched = stored.match(slots)
-    facts |= dict(targets=targets, target_parameters=stacked, flops=flops.per_token(module, blocks),
-                  notes=stored.notes(), modules_to_save=trained.written_names(module, saved),
-                  trained_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad))
+    facts |= dict(flops=flops.per_token(module, blocks), notes=stored.notes())
     map_parameters(module, lambda p: p.to(config.numbers.trained) if p.requires_grad else p)
     change_forward(module, blocks, config)
     mesh = make_mesh(config, runtime)
@@ -688,7 +718,7 @@ def build(config: Config, folder: Path, runtime: Runtime, stored=None) -> Model:
     runtime.phase("after_model_wrap")
     load(stored, matched, config, runtime, mesh)
     runtime.phase("after_model_loaded")
-    model = Model(module.train(), mesh, targets, facts | dict(bytes_read=stored.bytes_read))
+    model = Model(module.train(), mesh, facts["targets"], facts | dict(bytes_read=stored.bytes_read))
     start_adapters(model, blocks, config)
     return model
 

@@ -54,6 +54,20 @@ def test_quantiser_is_bitsandbytes(dtype):
     assert 8 * sum(part.numel() for part in head.parameters()) == head.quantizer.bits * weight.numel()
 
 
+@pytest.mark.parametrize("precision", train.PRECISIONS)
+def test_rows_are_in_the_dtype_that_a_plain_embedding_gives(models, precision):
+    """Under mixed precision FSDP gathers a plain embedding in its parameter dtype."""
+    import bitsandbytes  # noqa: F401
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    config = train.Config(model_name="unused", precision=precision, quantize_embeddings=8)
+    model = train.empty_model(Path(models("llama")), config.numbers.frozen)
+    wanted = MixedPrecisionPolicy(param_dtype=config.numbers.param).param_dtype or config.numbers.frozen
+    train.quantize_ends(model, config)
+    rows = model.get_input_embeddings().to_empty(device="cpu")(torch.zeros(2, 3, dtype=torch.long))
+    assert rows.dtype == wanted and rows.shape == (2, 3, model.config.hidden_size)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("transform", [lambda x: x, lambda x: 5 * torch.tanh(x / 5)])
 @pytest.mark.parametrize("with_bias", [False, True])
