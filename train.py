@@ -659,7 +659,7 @@ def quantize_base(module: nn.Module, blocks: list, config: Config, stored, kept:
         quantize_linears(blocks, quantizer, kept | stored.kept_plain(module) | experts.routers(module))
         facts = dict(quantizer=quantizer.recipe, bits=quantizer.bits)
     facts["end_quantizer"] = quantize_ends(module, config, kept) if config.quantize_embeddings else None
-    quantized = quantized_elements(blocks)
+    quantized = sum(map(quantized_elements, blocks))
     return facts | dict(quantized_parameters=quantized, structure=models.structure(module, blocks, quantized))
 
 
