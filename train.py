@@ -5,9 +5,10 @@
         --context_length 512 --use_cpu_offload true --dataset my_data.jsonl        # two 24 GB cards
     torchrun --nproc-per-node 2 train.py ...       # or under a launcher of your own
 
-Read it top to bottom: tables, configuration, runtime, quantised linears, loss, model, sharding and loading,
-step, saving, training loop, main. Each section uses only what stands above it. What is beside the training
-path is in scripts/, by name: flags, data, checkpoint (files), quantize, adapters, lora, dora, loss, logs.
+Read it top to bottom: tables, configuration, runtime, loss, model, sharding and loading, step, saving,
+training loop, main. Each section uses only what stands above it. In a hurry: `run` is a run in 30 lines,
+`train` the loop, `train_step` one step, `build` and `load` make the sharded model. What is beside the
+training path is in scripts/, by name; README says what is in which file.
 """
 import contextlib
 import dataclasses
@@ -437,7 +438,7 @@ def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list
     for unit in units:
         fully_shard(unit, reshard_after_forward=reshard and unit not in kept, **common)
     fully_shard(model, reshard_after_forward=False, **common)
-    order_prefetch(model, config.prefetch_units)
+    order_prefetch(model, blocks, config.prefetch_units)
     if embedding in units and not embedding.weight.requires_grad:
         embedding.set_unshard_in_backward(False)  # it would be gathered ahead, and nothing asks for it
     for module in model.modules():  # the loss is divided by the tokens of all ranks: gradients are summed
@@ -447,12 +448,15 @@ def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list
     return [names[unit] for unit in units] + ["root"]
 
 
-def order_prefetch(model: nn.Module, depth: int) -> None:
+def order_prefetch(model: nn.Module, blocks: nn.ModuleList, depth: int) -> None:
     """How many units FSDP gathers ahead of the one in use. 1 is its own way: the next one in backward; in
-    forward the gathers of a GPU run ahead by themselves."""
-    units = [m for m in model.modules() if isinstance(m, torch.distributed.fsdp.FSDPModule)]  # as they run
+    forward the gathers of a GPU run ahead by themselves. Units inside blocks gather nothing ahead in forward:
+    recomputation runs their hooks in backward, which has left what follows them."""
+    from torch.distributed.fsdp import FSDPModule
+    units = [m for m in model.modules() if isinstance(m, FSDPModule)]  # as registered: mostly as used
+    inner = {m for block in blocks for m in block.modules() if m is not block}
     for number, unit in enumerate(units if depth != 1 else ()):
-        if depth:
+        if depth and unit not in inner:
             unit.set_modules_to_forward_prefetch(units[number + 1:number + 1 + depth])
         before = units[max(0, number - depth):number]
         unit.set_modules_to_backward_prefetch(before[::-1] or [unit])  # an empty list would mean the default
@@ -564,7 +568,7 @@ class Loader:
             for name, rows in value.items():
                 put(getattr(slot.module, name), rows)
         elif self.by_rows(slot):
-            put_rows(slot, *value, self.mesh)
+            put_rows(slot, value[0], value[1], self.mesh)
         elif self.low_memory:
             put_broadcast(slot, value, self.owner(turn), self.device, self.mesh)
         else:
@@ -581,8 +585,8 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
         jobs = [(turn, *item) for turn, item in enumerate(matched.items()) if stored.file[item[0]] == file]
         bar = tqdm(total=len(jobs), desc=f"loading {number}/{len(files)}", unit="tensor", leave=False,
                    disable=not (runtime.main and sys.stderr.isatty()))
-        own = all(loader.by_rows(slot) for *_, slot in jobs)  # else every rank must be reading its own turn
-        ahead = max(1, config.loading_workers) if own else mesh["shard"].size() + 1
+        turns = config.low_memory and not all(loader.by_rows(slot) for *_, slot in jobs)
+        ahead = mesh["shard"].size() + 1 if turns else max(1, config.loading_workers)  # each rank at its own
         for (turn, _, slot), value in prefetch(jobs, loader.read, ahead):
             loader.place(turn, slot, value)
             bar.update()
@@ -591,7 +595,7 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
 
 
 @torch.no_grad()
-def init_magnitudes(module: nn.Module, blocks: nn.ModuleList, mesh) -> None:
+def init_magnitudes(blocks: nn.ModuleList, mesh) -> None:
     """DoRA's start: magnitudes are the row norms of the base's (dequantised) weights, gathered block by
     block."""
     for block in blocks:
@@ -635,7 +639,7 @@ def start_adapters(model: Model, blocks: nn.ModuleList, config: Config) -> None:
         low, high = local_rows(len(parameter), model.mesh)
         put(parameter, adapters.initial(name, parameter.shape, config.seed)[low:high])
     if config.type.adapter == "dora":
-        init_magnitudes(model.module, blocks, model.mesh)
+        init_magnitudes(blocks, model.mesh)
 
 
 def change_forward(module: nn.Module, blocks: nn.ModuleList, config: Config) -> None:
@@ -772,8 +776,8 @@ def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[
     device.
 
     The loss of a step is the sum of token losses over all ranks and micro-batches divided by `tokens`, their
-    number: so it does not depend on how the step's examples are split. Nothing in here reads a value back
-    from the device, unless --skip_nonfinite_steps asks for it.
+    number: so it does not depend on how the step's examples are split. Only loss scaling,
+    --skip_nonfinite_steps and experts, whose row counts the host needs, read a value from the device.
     """
     module, scaler, config = training.model.module, training.scaler, training.config
     total = torch.zeros((), device=training.runtime.device)
@@ -825,13 +829,6 @@ def save(model: Model, config: Config, source: Path, tokenizer, runtime: Runtime
 
 # ---------------------------------------------------------------------------------------------- training loop
 
-def load_data(config: Config, folder: Path) -> data.Held:
-    try:
-        return data.load_all(config, folder)
-    except data.DataError as error:
-        raise UserError(str(error)) from error
-
-
 def epochs(training: Training, held: data.Held, total: int):
     """(epoch, its windows) from where the training stands. Every epoch has the same number of steps."""
     config, runtime = training.config, training.runtime
@@ -856,9 +853,9 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
         for window, collated in prefetch(windows, prepare, 2):
             tick()
             batches, counts = zip(*(data.arguments(batch, runtime.device) for batch in collated))
-            every = runtime.gather(sum(counts), stops.asked, saver.status)
-            supervised, stop = int(every[:, 0].sum()), int(every[:, 1].max())
-            saver.settle(every[:, 2].tolist())
+            counted, asked, statuses = runtime.gather(sum(counts), stops.asked, saver.status).unbind(1)
+            supervised, stop = int(counted.sum()), int(asked.max())
+            saver.settle(statuses.tolist())
             lr, step = training.schedule.get_last_lr()[0], training.step + 1
             state.seed_step(config.seed, step, runtime.rank)
             summed, norm = train_step(training, batches, max(1, supervised))
@@ -874,8 +871,9 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
                 saver.start(training)
             if stop and step < total:
                 saver.finish()
-                metrics.show(f"{signal.Signals(stop).name}: stopped after step {step}, which is saved; "
-                             f"--resume auto goes on from there")
+                kept = "which is saved; --resume auto goes on from there" if saver.newest == step else \
+                    "which could not be saved"
+                metrics.show(f"{signal.Signals(stop).name}: stopped after step {step}, {kept}")
                 return False
     saver.finish()
     return True
@@ -916,7 +914,7 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports optional kernels it does not find
     import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
     folder = first_here(runtime, lambda: checkpoint.find_folder(config.weights))
-    held = first_here(runtime, lambda: load_data(config, folder))
+    held = first_here(runtime, lambda: data.load_all(config, folder))
     total = config.num_epochs * len(data.plan(held.lengths, config, epoch=0, rank=0, world=runtime.world))
     total = min(total, config.max_steps) if config.max_steps > 0 else total
     content = describe(config, runtime, folder, held)
@@ -933,7 +931,7 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
         state.introduce(config, path, saved)
     start = time.perf_counter()
     metrics = logs.Metrics(config, runtime, total, content, training.step, saved.get("logger"))
-    saver = state.Saver(config, runtime, content | dict(logger=metrics.state()))
+    saver = state.Saver(config, runtime, content, metrics.state)
     with profiling.profiler(config, runtime, training.step) as tick:
         finished = train(training, held, total, metrics, saver, stops, tick)
     metrics.close()

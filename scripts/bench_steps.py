@@ -23,7 +23,7 @@ def prepare(train_types: list[str], folder: Path, runtime) -> tuple[dict, Any, i
         kind, _, more = name.partition("+")
         config = train.Config(model_name=str(folder), train_type=kind, compile=more == "compile")
         trainings[name] = train.make_training(train.build(config, folder, runtime), config, runtime, 1000)
-    held = train.load_data(config, folder)
+    held = train.data.load_all(config, folder)
     return trainings, held.train, held.pad
 
 

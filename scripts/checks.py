@@ -97,6 +97,11 @@ def optimisation(config) -> list[str]:
     return problems + (in_backward(config) if config.optim_in_backward else [])
 
 
+def among(config) -> list[str]:
+    """Problems of flags with each other, of a configuration whose values are legal by themselves."""
+    return combinations(config) + train_type(config) + optimisation(config)
+
+
 def in_backward(config) -> list[str]:
     """What must be otherwise for --optim_in_backward, which steps before all gradients are known."""
     needs = {"--apply_gradient_clipping false": not config.apply_gradient_clipping,
@@ -124,7 +129,7 @@ def dataset(name: str | None, flag: str) -> list[str]:
     try:
         if name is not None:
             data.parse_sources(name)
-    except data.DataError as error:
+    except UserError as error:
         return [f"{flag}: {error}"]
     return []
 
@@ -187,13 +192,14 @@ def room(module, blocks, config, runtime) -> None:
         tensors = [p if whole else p.to_local() for p in parameters]
         return sum(t.numel() * t.element_size() for t in tensors)
     trained = [p for p in module.parameters() if p.requires_grad]
-    kept = stored(module.parameters()) + stored(trained)
+    kept = stored(module.parameters()) + (0 if config.optim_in_backward else stored(trained))
     kept += optim.state_bytes(config, sum(p.to_local().numel() for p in trained), stored(trained))
     block, free = stored(blocks[0].parameters(), whole=True), runtime.free_memory()
     hidden = module.get_output_embeddings().in_features * config.numbers.compute.itemsize
     inputs = len(blocks) * config.batch_size * config.context_length * hidden
     kept = 0 if config.use_cpu_offload and runtime.device.type != "cpu" else kept
-    sizes = f"{kept / 2**30:.1f} GiB kept by each process, {free / 2**30:.1f} GiB free"
+    sizes = f"{kept / 2**30:.1f} GiB kept by each process, {block / 2**30:.1f} for a gathered block, " \
+            f"{free / 2**30:.1f} GiB free"
     if kept + block > free and not config.force:
         raise UserError(f"this run cannot fit: {sizes}. `train.py --plan` with the same flags says what to "
                         "change (--force true starts anyway)")

@@ -29,7 +29,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 from scripts import packing, tokens
 from scripts.checkpoint import check_file
-from scripts.flags import Refused, to_bool
+from scripts.flags import Refused, UserError, to_bool
 from scripts.formats import EXTENSIONS, FORMATS, READERS, DataError, Renderer, check, extension  # noqa: F401
 from scripts.formats import numbered, read, render  # noqa: F401
 from scripts.packing import arguments, collate, collate_packed, pad_id, plan, steps  # noqa: F401
@@ -374,7 +374,7 @@ def look(config, show: int, png: str) -> None:
             name = find_folder(str(name)) if str(name).endswith(".gguf") else name
             tokenizer = AutoTokenizer.from_pretrained(name)
             samples, counts = prepare(config, tokenizer)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise DataError(str(error).splitlines()[0]) from None
     print("\n".join(describe(samples, counts, config)))
     if png:
@@ -406,7 +406,7 @@ def main(
         if problems := check_file(png, "--png"):
             raise DataError(problems[0])
         look(flags, show, png)
-    except DataError as error:
+    except UserError as error:
         raise Refused("data.py", error) from None
 
 

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from scripts.flags import UserError
 
-class DataError(ValueError):
-    """Something the user can put right; the message is one sentence for them."""
+
+class DataError(UserError):
+    """Something in the data that the user can put right; the message is one sentence for them."""
 
 
 class Text(NamedTuple):

@@ -217,7 +217,7 @@ def main(
                 evaluate(source, base, rows, chat, max_new_tokens, show)
             else:
                 stream(source, prompt, input, chat, max_new_tokens)
-    except (DataError, UserError) as error:
+    except UserError as error:
         raise Refused("generate.py", error) from None
 
 

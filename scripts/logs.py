@@ -357,7 +357,7 @@ class Metrics:
         if self.watch:
             self.watch.moments.clear()  # its phases are not those of a step
         if self.sink:
-            self.file.write(json.dumps(row) + "\n")
+            self.file.write(to_json(row) + "\n")
             self.sink.evaluated(row)
 
     def state(self) -> dict:

@@ -239,16 +239,11 @@ def quantised_type(config):
     return next(name for name, kind in train.TRAIN_TYPES.items() if kind == wanted)
 
 
-def small_optimizer(config):
-    choices = next(f for f in dataclasses.fields(config) if f.name == "optimizer").metadata["choices"]
-    return "adamw_8bit" if "adamw_8bit" in choices else config.optimizer
-
-
 # What to change, cheapest first: values of flags, from a configuration, and what they cost. A change to what
 # is already set is no change.
 CHANGES = [
     (lambda c: dict(use_gradient_checkpointing=True), "a third more compute"),
-    (lambda c: dict(optimizer=small_optimizer(c)), "optimiser state in 8 bits"),
+    (lambda c: dict(optimizer="adamw_8bit"), "optimiser state in 8 bits"),
     (lambda c: dict(wrap_policy="decoder_attention_mlp"), "more, smaller gathers"),
     (lambda c: dict(quantize_embeddings=8), "embedding and head rounded to 8 bits"),
     (lambda c: dict(batch_size=1, gradient_accumulation_steps=c.gradient_accumulation_steps * c.batch_size),
@@ -268,14 +263,12 @@ def flags_of(changes: dict) -> str:
                     for name, value in changes.items())
 
 
-def changed(config, changes: dict) -> tuple:
+def changed(config, changes) -> tuple:
     """(configuration with the changes, those that are changes)."""
     import train
     new = {name: value for name, value in changes.items() if getattr(config, name) != value}
     made = dataclasses.replace(config, **new)
-    legal = {f.name: f.metadata["choices"] for f in dataclasses.fields(config)}
-    bad = [name for name, value in new.items() if legal[name] and value not in legal[name]]
-    return made, {} if bad or train.checks.combinations(made) + train.checks.train_type(made) else new
+    return made, {} if train.checks.among(made) else new
 
 
 def remedies(base: Plan, say=lambda row: None) -> list[dict]:

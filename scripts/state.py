@@ -21,6 +21,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -231,7 +232,9 @@ def recut(folder: Path, wanted: dict, training) -> None:
     """Fills states of bitsandbytes' optimisers that were kept for other shards: the rows of all of them are
     put together and cut anew. 8-bit ones, whose blocks go over the flat shard, are rounded again."""
     from safetensors import safe_open
-    files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors")) if wanted]
+    if not wanted:
+        return
+    files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
     pieces: dict[tuple, list] = {}
     for file in files:  # in the order of the ranks, and so of the rows
         for name in file.keys():
@@ -293,8 +296,9 @@ def write_durably(path: Path, content: dict) -> None:
 class Saver:
     """Writes the checkpoints of a run, at most one at a time."""
 
-    def __init__(self, config, runtime, content: dict):
-        self.config, self.runtime, self.content = config, runtime, content
+    def __init__(self, config, runtime, content: dict, logger_state: Callable[[], dict] = dict):
+        self.config, self.runtime, self.content, self.logger_state = config, runtime, content, logger_state
+        self.newest = None  # rank 0: the step of the newest checkpoint that is there
         self.folder = Path(config.output_dir)
         self.step, self.job, self.staged, self.pool = None, None, {}, ThreadPoolExecutor(1)
 
@@ -325,8 +329,9 @@ class Saver:
         written."""
         self.finish()
         self.step, mine = training.step, shards(training)
-        content = self.content | dict(step=training.step, world_size=self.runtime.world,
-                                 schedule=training.schedule.state_dict(), scaler=training.scaler.state_dict())
+        content = self.content | dict(
+            step=training.step, world_size=self.runtime.world, logger=self.logger_state(),
+            schedule=training.schedule.state_dict(), scaler=training.scaler.state_dict())
         mine = self.stage(mine) if self.config.async_save else mine
         self.job = self.pool.submit(self.write, self.part(), mine, content)
         if not self.config.async_save:
@@ -362,6 +367,7 @@ class Saver:
         """Gives the folder its name, and removes the oldest beyond --keep_checkpoints."""
         try:
             self.part().rename(self.folder / f"checkpoint-{self.step}")
+            self.newest = self.step
             for old in found(self.folder)[self.config.keep_checkpoints:]:
                 gone = old.rename(self.folder / f".{old.name}.old")
                 self.pool.submit(shutil.rmtree, gone, ignore_errors=True)  # large files take their time

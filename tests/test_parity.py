@@ -133,6 +133,8 @@ FORWARD = ["gather 0", "gather 1"]
         (dict(prefetch_units=0), ["use 1", "gather 1", "use 0", "gather 0"]),
         (dict(), ["gather 1", "use 1", "gather 0", "use 0"]),
         (dict(prefetch_units=3), ["gather 1", "gather 0", "use 1", "use 0"]),
+        # Recomputation calls the attention and MLP of block 0 in backward: they must not gather block 1 again.
+        (dict(prefetch_units=3, wrap_policy="decoder_attention_mlp"), ["gather 1", "use 1", "gather 0", "use 0"]),
         (dict(reshard_last_block=False), ["use 1", "gather 0", "use 0"]),
         (dict(sharding_strategy="shard_grad_op"), ["use 1", "use 0"]),
     ],

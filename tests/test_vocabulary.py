@@ -159,7 +159,7 @@ def test_a_vocabulary_that_is_too_small_is_an_error_before_training(models, tmp_
     highest = max(tiny.tokenizer()(rows.read_text())["input_ids"])
     assert highest >= 290
     with pytest.raises(train.UserError) as refused:
-        train.load_data(train.Config(model_name=folder, dataset=str(rows)), Path(folder))
+        train.data.load_all(train.Config(model_name=folder, dataset=str(rows)), Path(folder))
     assert "290 rows" in str(refused.value) and "--add_tokens" in str(refused.value)
     named = int(str(refused.value).split(" the id ")[1].split(",")[0])
     assert named >= 290 and repr(tiny.tokenizer().convert_ids_to_tokens(named)) in str(refused.value)
