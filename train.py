@@ -982,7 +982,7 @@ def work(config: Config, problems: list[str], rank: int) -> int:
         stop_runtime()
         return code
     except BaseException as error:
-        fail(error, rank)
+        fail(profiling.explained(error, config, rank), rank)
 
 
 def main(argv: list[str]) -> int:

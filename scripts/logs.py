@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts import flops
+from scripts import flops, profiling
 from scripts.flags import UserError, option
 
 LOG_TO = ("tqdm", "stdout", "wandb", "tensorboard")
@@ -92,6 +92,8 @@ class Memory:
             now, most = torch.accelerator.memory_allocated, torch.accelerator.max_memory_allocated
             self.kinds = dict(allocated=now, reserved=torch.accelerator.memory_reserved)
             self.peaks = dict(allocated=most, reserved=torch.accelerator.max_memory_reserved)
+        if memory := profiling.recordable(device):  # the newest allocations, for profiling.explained
+            memory._record_memory_history(enabled="all", max_entries=100_000)
 
     def __call__(self, moment: str, kinds: dict | None = None) -> None:
         """Of a moment that comes several times (micro-batches) the largest value is kept."""

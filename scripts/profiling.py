@@ -5,11 +5,12 @@ import gzip
 import itertools
 import json
 import os
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.flags import option
+from scripts.flags import UserError, option
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,38 @@ def problems(config) -> list[str]:
     return []
 
 
+def output(config) -> Path:
+    """The folder of what is recorded."""
+    return Path(config.profiling_output or Path(config.output_dir) / "profile")
+
+
+def recordable(device=None):
+    """The memory module (torch.cuda.memory, say) of the device or the accelerator at hand, where it can
+    record allocations; else None."""
+    import torch
+    memory = getattr(torch.get_device_module(device), "memory", None)
+    return memory if hasattr(memory, "_record_memory_history") else None
+
+
+def explained(error: BaseException, config, rank: int) -> BaseException:
+    """An error of a lack of memory as a UserError that says what to do, every other one as it is. Where
+    allocations were recorded, the snapshot of them is written first."""
+    import torch
+    kinds, text = (torch.OutOfMemoryError, MemoryError), str(error)
+    said = re.search("(?i)out of memory|can't allocate memory", text) and not isinstance(error, UserError)
+    if not isinstance(error, kinds) and not said:
+        return error
+    what, memory, note = ". ".join(text.split("\n")[0].split(". ")[:2]), recordable(), ""
+    if memory and (config.profile_memory or config.export_memory_timeline):
+        file = output(config) / f"rank{rank}_out_of_memory.pickle"
+        with contextlib.suppress(OSError, RuntimeError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            memory._dump_snapshot(str(file))
+            note = f"; {file} (for pytorch.org/memory_viz) has what was allocated"
+    return UserError(f"rank {rank} is out of memory ({what or type(error).__name__}): the same flags with "
+                     f"--plan say what needs it and which flags would save it{note}")
+
+
 def draw_memory(trace: str, file: str) -> None:
     """Plots what the allocations in a trace add up to: bytes allocated since recording began, over time."""
     from matplotlib.figure import Figure
@@ -73,14 +106,11 @@ class Recorder:
     """Files of one rank: <output>/step-<last step of the cycle>/rank<n>_*."""
 
     def __init__(self, config, runtime, done: int):
-        import torch
         self.config, self.rank, self.main, self.step = config, runtime.rank, runtime.main, done
-        self.folder = Path(config.profiling_output or Path(config.output_dir) / "profile")
+        self.folder = output(config)
         self.order = f"self_{runtime.device.type}_time_total"
-        memory = getattr(torch.get_device_module(runtime.device), "memory", None)  # torch.cuda.memory, say
-        able = config.export_memory_timeline and hasattr(memory, "_record_memory_history")
-        self.memory = memory if able else None
-        self.plot = config.export_memory_timeline and not able
+        self.memory = recordable(runtime.device) if config.export_memory_timeline else None
+        self.plot = config.export_memory_timeline and not self.memory
 
     def keep_history(self, enabled: str | None) -> None:
         """From "all" to None the accelerator's allocations are recorded, with stacks."""
@@ -148,4 +178,4 @@ def profiler(config, runtime, done: int = 0):
     finally:
         if recorder.step > done:
             profile.stop()
-        recorder.keep_history(None)
+    recorder.keep_history(None)  # after an error it stays, for `explained`

@@ -147,6 +147,51 @@ def test_an_accelerator_gets_a_snapshot(tmp_path, monkeypatch):
     assert {p.name for p in folder.iterdir()} == {"rank0_trace.json.gz", "rank0_key_averages.txt"}
 
 
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB of which 1.00 GiB is free."
+    " Of the allocated memory 20 GiB is allocated by PyTorch, and 1 GiB is reserved.\nmore"
+)
+
+
+@pytest.mark.parametrize(
+    "error, what",
+    [
+        (torch.OutOfMemoryError(CUDA), "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        (RuntimeError("CUDA error: out of memory"), "CUDA error: out of memory"),  # outside of the allocator
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_out_of_memory_says_what_to_do(tmp_path, error, what):
+    found = profiling.explained(error, train.Config(output_dir=str(tmp_path)), 3)
+    assert isinstance(found, train.UserError) and not list(tmp_path.iterdir())
+    assert str(found).startswith(f"rank 3 is out of memory ({what}): ") and "--plan" in str(found)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("x"), RuntimeError("shapes"), train.UserError("out of memory")])
+def test_other_errors_stay_what_they_are(error):
+    assert profiling.explained(error, train.Config(), 0) is error
+
+
+@pytest.mark.parametrize("flag", ["profile_memory", "export_memory_timeline", None])
+def test_out_of_memory_leaves_a_snapshot_where_allocations_were_recorded(tmp_path, monkeypatch, flag):
+    """The history is on from the start of the run, and the error does not end it before the snapshot is written."""
+    calls = []
+    memory = SimpleNamespace(
+        _record_memory_history=lambda enabled, **limits: calls.append(enabled),
+        _dump_snapshot=lambda file: calls.append(file),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(memory=memory))
+    flags = {flag: True, "profile": flag == "export_memory_timeline"} if flag else {}
+    config = train.Config(output_dir=str(tmp_path), **flags)
+    given = train.Runtime(0, 0, 1, 1, torch.device("cpu"), lambda: 0)
+    train.logs.watch_memory(config, given)
+    with pytest.raises(torch.OutOfMemoryError) as caught, profiling.profiler(config, given):
+        raise torch.OutOfMemoryError("full")
+    path = tmp_path / "profile" / "rank0_out_of_memory.pickle"
+    assert (str(path) in str(profiling.explained(caught.value, config, 0))) == bool(flag)
+    assert calls == (["all", str(path)] if flag else [])
+
+
 def test_off_makes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.profiler, "profile", lambda *args, **kwargs: pytest.fail("a profiler was made"))

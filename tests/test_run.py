@@ -171,6 +171,8 @@ if __name__ == "__main__":
         ("raise ZeroDivisionError('the cause')", 1, "ZeroDivisionError: the cause"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137, ""),
         ("raise train.UserError('mend this')", 2, "train.py: error: mend this"),
+        ("import torch; torch.empty(10**15)", 2, "train.py: error: rank 1 is out of memory ("),  # torch's own error
+        ("import torch; raise torch.OutOfMemoryError('Tried to allocate')", 2, "rank 1 is out of memory (Tried to"),
     ],
 )
 def test_a_failing_rank_ends_all(models, dataset, tmp_path, action, code, text):
