@@ -143,19 +143,19 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     train_on: str = option("completions", "what is supervised: answers, everything, or the last answer",
                            ("completions", "all", "last"))
     context_length: int = option(512, "longest example in tokens", low=2)
-    truncation: str = option("right", "what happens to longer ones", ("right", "left_prompt", "drop"))
+    truncation: str = option("right", "what happens to longer examples", ("right", "left_prompt", "drop"))
     packing: bool = option(False, "several examples to a row of context_length tokens; none sees another")
     group_by_length: bool = option(False, "batches of examples of similar length: less padding")
     skip_bad_rows: bool = option(False, "count rows that cannot be used, and go on")
     eval_dataset: str | None = option(None, "a second dataset, as above, whose loss is measured")
-    eval_fraction: float = option(0.0, "or the part of the dataset that is kept out for that", low=0)
-    eval_steps: int = option(-1, "measure it every so many steps; -1: at the end only", low=-1)
-    eval_generate: int = option(0, "then also print this many answers of the model", low=0)
+    eval_fraction: float = option(0.0, "part of the dataset to hold out, without --eval_dataset", low=0)
+    eval_steps: int = option(-1, "measure the held-out loss every N steps; -1: at the end only", low=-1)
+    eval_generate: int = option(0, "print N answers of the model at each evaluation", low=0)
     output_dir: str = option("output", "where everything is written")
     overwrite_output_dir: bool = option(False, "write into a folder that is not empty")
     save_model: bool = option(True, "save the adapter (or the model) at the end")
-    save_steps: int = option(500, "a checkpoint every so many steps; -1: only on a signal", low=-1)
-    keep_checkpoints: int = option(2, "the newest so many are kept", low=1)
+    save_steps: int = option(500, "a checkpoint every N steps; -1: only on a signal", low=-1)
+    keep_checkpoints: int = option(2, "keep the newest N checkpoints", low=1)
     async_save: bool = option(True, "write checkpoints beside training, from a copy in host memory")
     resume: str | None = option(None, "go on from a checkpoint: its folder, or auto: the newest whole one in "
                                       "--output_dir, and a new run where there is none")
@@ -167,7 +167,7 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     hqq_group_size: int = option(64, "weights that share a scale and a zero point under HQQ", low=8)
     lora_rank: int = option(16, "rank of the adapters", low=1)
     lora_alpha: float = option(32, "adapters are scaled by alpha / rank", above=0)
-    use_rslora: bool = option(False, "by alpha / sqrt(rank) instead (rsLoRA)")
+    use_rslora: bool = option(False, "scale adapters by alpha / sqrt(rank) instead (rsLoRA)")
     lora_dropout: float = option(0.0, "dropout on the adapters' input", low=0)
     lora_target_modules: str = option("all", "all (every linear of the blocks), default (PEFT's choice for "
                                              "the model), or name endings such as q_proj,v_proj")
@@ -175,7 +175,7 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     train_embeddings: bool = option(False, "train embedding and head in full beside the adapter")
     modules_to_save: str = option("", "train these in full beside the adapter: name endings, as PEFT's")
     trainable: str = option("", "full: train only what these patterns name: *norm*,layers.20-29,lm_head")
-    freeze: str = option("", "full: then freeze what these name: embed_tokens,layers.0-9")
+    freeze: str = option("", "full: freeze what these patterns name: embed_tokens,layers.0-9")
 
     batch_size: int = option(4, "examples per process and micro-batch", low=1)
     gradient_accumulation_steps: int = option(1, "micro-batches per optimiser step", low=1)
@@ -186,22 +186,22 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     lr_scheduler: str = option("cosine", "learning rate over time", tuple(optim.SCHEDULES))
     warmup_ratio: float | None = option(None, "part of the steps over which the rate rises; without it 0.1 "
                                               "(constant: none)", low=0)
-    warmup_steps: int | None = option(None, "or their number", low=0)
+    warmup_steps: int | None = option(None, "steps over which the rate rises, not by a ratio", low=0)
     min_lr: float | None = option(None, "rate at the last step; without it cosine ends at 10% of the peak, "
                                         "linear just above zero", low=0)
     optimizer: str = option("adamw", "optimiser", tuple(optim.OPTIMIZERS))
     wd: float = option(0.01, "weight decay; not on norms, biases and DoRA's magnitudes", low=0)
-    loraplus_lr_ratio: float = option(1.0, "LoRA+: lora_B learns so many times as fast as lora_A", above=0)
+    loraplus_lr_ratio: float = option(1.0, "LoRA+: learning rate of lora_B over that of lora_A", above=0)
     optim_in_backward: bool = option(False, "step parameters inside backward and free their gradients (full "
                                             "and llama_pro train types)")
     label_smoothing: float = option(0.0, "part of the target spread over the vocabulary, in training", low=0)
     neftune_alpha: float = option(0.0, "NEFTune: size of the noise on embedded tokens, in training", low=0)
     apply_gradient_clipping: bool = option(True, "clip the global gradient norm to --grad_norm")
     grad_norm: float = option(1.0, "largest global gradient norm", above=0)
-    skip_nonfinite_steps: int = option(0, "leave out up to so many steps whose gradient is not finite", low=0)
+    skip_nonfinite_steps: int = option(0, "leave out at most N steps with NaN or infinite gradients", low=0)
     seed: int = option(42, "seeds adapters, data order and dropout", low=0)
 
-    precision: str = option("mp_bf16", "dtypes stored, computed, reduced in (see README)", tuple(PRECISIONS))
+    precision: str = option("mp_bf16", "dtypes: see docs/training.md", tuple(PRECISIONS))
     attn_implementation: str = option("auto", "attention; auto: flash-attn where it can be used, or sdpa "
                                               "document by document without padding, or "
                                               "eager where a model caps its scores",
@@ -218,14 +218,14 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     hybrid_shard_size: int | None = option(None, "processes that share one copy under hybrid_*; without it "
                                                  "those of a node", low=1)
     wrap_policy: str = option("decoder", "FSDP units: blocks, or also their attention and MLP", WRAP_POLICIES)
-    prefetch_units: int = option(1, "units gathered ahead of use: 0: none in backward (least memory), 1: one "
-                                    "there; more: also in forward, for slow networks", low=0)
+    prefetch_units: int = option(1, "FSDP units to gather ahead: 0 none (least memory), 1 in backward, more: "
+                                    "in forward as well (slow networks)", low=0)
     reshard_last_block: bool = option(True, "false: the last block stays gathered from forward to backward: "
                                             "one gather less, a block more memory")
     no_sync: bool = option(False, "reduce gradients once per step, not per micro-batch; holds them whole")
     world_size: int = option(-1, "processes; -1: one per accelerator, on a CPU 2 (1 with one core)", low=-1)
     master_addr: str = option("localhost", "address of the first process")
-    master_port: int = option(0, "its port; 0: a free one", low=0)
+    master_port: int = option(0, "port of the first process; 0: a free one", low=0)
     timeout_minutes: float = option(30, "how long a process waits for the others before all end", above=0)
     error_dir: str | None = option(None, "every process's errors go to a file of its own in this folder")
 
