@@ -148,7 +148,7 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     skip_bad_rows: bool = option(False, "count rows that cannot be used, and go on")
     eval_dataset: str | None = option(None, "a second dataset, as above, whose loss is measured")
     eval_fraction: float = option(0.0, "or the part of the dataset that is kept out for that", low=0)
-    eval_steps: int = option(-1, "measure it every so many steps; -1: at the end only", low=-1)
+    eval_steps: int = option(-1, "measure it first and every so many steps; -1: at the end only", low=-1)
     eval_generate: int = option(0, "then also print this many answers of the model", low=0)
     output_dir: str = option("output", "where everything is written")
     overwrite_output_dir: bool = option(False, "write into a folder that is not empty")
@@ -851,6 +851,8 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
 
     def prepare(window):  # on the host, by a thread, a step ahead
         return [held.collate(rows, config.packing, flat) for rows in window]
+    if held.eval and config.eval_steps > 0 and not training.step:
+        evaluation.run(training, held, metrics, step=0, epoch=0)
     stops.at_once = False
     for epoch, windows in epochs(training, held, total):
         for window, collated in prefetch(windows, prepare, 2):

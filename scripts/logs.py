@@ -101,6 +101,10 @@ class Memory:
             name = f"memory/{kind}_{moment}"
             self.moments[name] = max(read(), self.moments.get(name, 0))
 
+    def forget_evaluation(self) -> None:
+        """Its phases are not those of a step; what came before the first step stays."""
+        self.moments = {name: value for name, value in self.moments.items() if "_after_model_" in name}
+
     def take(self, runtime) -> dict[str, int]:
         """The moments of a step, and of what came before the first, in bytes: of each the largest of all
         ranks."""
@@ -289,7 +293,7 @@ class Metrics:
 
     def __init__(self, config, runtime, total: int, run: dict, done=0, logger_state: dict | None = None):
         self.runtime, self.done, self.clock, self.sink = runtime, done, time.perf_counter(), None
-        self.rows, self.made, self.memory, self.config = [], 0, {}, config
+        self.rows, self.evals, self.made, self.memory, self.config = [], [], 0, {}, config
         self.in_a_row = self.left_out = 0  # steps that were not finite
         self.watch = runtime.phase if config.profile_memory else None
         self.peak = flops.device_peak(runtime.device) if config.numbers.compute.itemsize == 2 else None
@@ -298,6 +302,7 @@ class Metrics:
             file = Path(config.output_dir) / "metrics.jsonl"
             kept = keep_rows(file, done)
             self.rows = [row for row in kept if "eval_loss" not in row]
+            self.evals = [row for row in kept if "eval_loss" in row]
             self.file = open(file, "a", buffering=1)
             self.sink = LOGGERS[config.log_to](config, total, run, done, logger_state or {})
 
@@ -357,9 +362,10 @@ class Metrics:
         """Adds the row of an evaluation."""
         row |= dict(eval_loss=eval_loss, eval_perplexity=math.exp(min(eval_loss, 700)))
         if self.watch:
-            self.watch.moments.clear()  # its phases are not those of a step
+            self.watch.forget_evaluation()
+        self.evals.append(row)
         if self.sink:
-            self.file.write(json.dumps(row) + "\n")
+            self.file.write(to_json(row) + "\n")
             self.sink.evaluated(row)
 
     def state(self) -> dict:
@@ -386,6 +392,11 @@ class Metrics:
                      loss_last=self.rows[-1]["loss"],
                      peak_memory_bytes=max(row["peak_memory_bytes"] for row in self.rows))
         found |= dict(resumed_at=self.done) if self.done else {}
+        if self.evals:
+            lowest = min(self.evals, key=lambda row: (math.isnan(row["eval_loss"]), row["eval_loss"]))
+            found |= dict(eval_loss_first=self.evals[0]["eval_loss"],
+                          eval_loss_last=self.evals[-1]["eval_loss"],
+                          eval_loss_lowest=lowest["eval_loss"], eval_lowest_step=lowest["step"])
         return found | (dict(memory=self.memory) if self.memory else {})
 
 
@@ -450,6 +461,10 @@ def finish(config, summary: dict) -> None:
     say("done", f"{summary['steps']} steps in {summary['seconds']:.0f} s, loss {losses}, "
                 f"{summary['tokens']} tokens, {summary['tokens_per_second']:.0f} tokens/s, "
                 f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB per process")
+    if "eval_loss_last" in summary:
+        first, last, lowest = (summary[f"eval_loss_{which}"] for which in ("first", "last", "lowest"))
+        say("eval", f"loss {first:.3f} -> {last:.3f}, lowest {lowest:.3f} at step "
+                    f"{summary['eval_lowest_step']}")
     for name, value in summary.get("memory", {}).items():
         say("memory", f"{name.removeprefix('memory/').replace('_', ' '):<34}{value / 2**30:8.3f} GiB")
     if not config.save_model:

@@ -105,7 +105,21 @@ def test_a_resumed_run_keeps_the_rows_before_and_writes_the_rest_anew(tmp_path, 
     summary = second.summary(seconds=2.0)
     assert summary["steps"] == 6 and summary["tokens"] == 60 and summary["resumed_at"] == 2
     assert summary["loss_first"] == 1.0 and summary["loss_last"] == pytest.approx(1 / 6)
+    evals = {name: value for name, value in summary.items() if name.startswith("eval")}
+    assert evals == dict(eval_loss_first=0.5, eval_loss_last=0.3, eval_loss_lowest=0.3, eval_lowest_step=6)
     assert summary["tokens_per_second"] == 20.0  # the 40 tokens of this part in its 2 seconds
+
+
+def test_the_lowest_held_out_loss_is_a_number(tmp_path):
+    metrics = begin(tmp_path)
+    assert not metrics.evals
+    for step, loss in enumerate([math.nan, 0.75, 0.5, 0.875]):
+        metrics.evaluated(loss, step=step, epoch=0, eval_supervised_tokens=7)
+    record(metrics, 1)
+    metrics.close()
+    summary = metrics.summary(1.0)
+    assert (summary["eval_loss_lowest"], summary["eval_lowest_step"], summary["eval_loss_last"]) == (0.5, 2, 0.875)
+    assert rows(tmp_path)[0]["eval_loss"] is None  # JSON has no NaN
 
 
 def test_a_resume_at_the_end_and_a_new_start(tmp_path):
