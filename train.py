@@ -855,7 +855,7 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
         evaluation.run(training, held, metrics, step=0, epoch=0)
     stops.at_once = False
     for epoch, windows in epochs(training, held, total):
-        for window, collated in prefetch(windows, prepare, 2):
+        for window, collated in metrics.waiting(prefetch(windows, prepare, 2)):
             tick()
             batches, counts = zip(*(data.arguments(batch, runtime.device) for batch in collated))
             every = runtime.gather(sum(counts), stops.asked, saver.status)
@@ -874,6 +874,7 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
                 evaluation.run(training, held, metrics, step=step, epoch=epoch)
             if stop or config.save_steps > 0 and step % config.save_steps == 0:
                 saver.start(training)
+                metrics.go_on()
             if stop and step < total:
                 saver.finish()
                 metrics.show(f"{signal.Signals(stop).name}: stopped after step {step}, which is saved; "

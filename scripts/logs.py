@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -295,6 +296,7 @@ class Metrics:
         self.runtime, self.done, self.clock, self.sink = runtime, done, time.perf_counter(), None
         self.rows, self.evals, self.made, self.memory, self.config = [], [], 0, {}, config
         self.in_a_row = self.left_out = 0  # steps that were not finite
+        self.waited = 0.0  # seconds of this step in which its batches were not there yet
         self.watch = runtime.phase if config.profile_memory else None
         self.peak = flops.device_peak(runtime.device) if config.numbers.compute.itemsize == 2 else None
         self.run = run
@@ -309,19 +311,35 @@ class Metrics:
     def record(self, loss, norm, tokens: int, supervised: int, **row) -> None:
         """Adds the row of a step from this rank's summed `loss` and `tokens`, the global gradient `norm` and
         number of `supervised` tokens. Raises UserError as `judge` does."""
-        every = self.runtime.gather(loss.item(), tokens, host_memory(), self.runtime.peak_memory())
-        loss, tokens, host, _ = every.sum(0).tolist()
-        now = time.perf_counter()
+        every = self.runtime.gather(loss.item(), tokens, host_memory(), self.runtime.peak_memory(),
+                                    self.waited)
+        loss, tokens, host, *_ = every.sum(0).tolist()
+        seconds = time.perf_counter() - self.clock
         row |= dict(loss=loss / max(1, supervised), grad_norm=norm.item(), tokens=int(tokens),
                     supervised_tokens=supervised, peak_memory_bytes=int(every[:, 3].max()),
-                    host_memory_bytes=int(host))
-        row |= self.throughput(row, now - self.clock) | self.moments()
-        self.clock, self.made = now, self.made + 1
+                    host_memory_bytes=int(host), seconds=seconds, data_seconds=float(every[:, 4].max()))
+        row |= self.throughput(row, seconds) | self.moments()
+        self.clock, self.waited, self.made = self.clock + seconds, 0.0, self.made + 1
         self.rows.append(row)
         if self.sink:
             self.file.write(to_json(row) + "\n")
             self.sink.write(row)
         self.judge(row, every[:, 0].tolist())
+
+    def waiting(self, batches):
+        """The same, noting how long each was waited for."""
+        ended = object()
+        while True:
+            start = time.perf_counter()
+            found = next(batches, ended)
+            if found is ended:
+                return
+            self.waited += time.perf_counter() - start
+            yield found
+
+    def go_on(self) -> None:
+        """The next step begins here: what was done since the last one (evaluation, saving) is none of it."""
+        self.clock = time.perf_counter()
 
     def judge(self, row: dict, losses: list[float]) -> None:
         """Raises UserError, on every rank, where loss or gradient are not finite: unless loss scaling or
@@ -385,13 +403,18 @@ class Metrics:
     def summary(self, seconds: float) -> dict:
         """The run in a few numbers, for run.json and the last lines; of rank 0, steps before `done` included,
         but for `seconds` and the throughput, which are those of this part."""
-        recent = sum(row["tokens"] for row in self.rows[-self.made:]) if self.made else 0
+        mine = self.rows[-self.made:] if self.made else []
+        recent = sum(row["tokens"] for row in mine)
         tokens = sum(row["tokens"] for row in self.rows)
         found = dict(seconds=round(seconds, 1), steps=len(self.rows), tokens=tokens,
                      tokens_per_second=round(recent / seconds, 1), loss_first=self.rows[0]["loss"],
                      loss_last=self.rows[-1]["loss"],
                      peak_memory_bytes=max(row["peak_memory_bytes"] for row in self.rows))
         found |= dict(resumed_at=self.done) if self.done else {}
+        for name in ("tokens_per_second", "mfu") if mine else ():
+            if values := [row[name] for row in mine[1:] or mine if name in row]:  # the first is slow
+                found["median_" + name] = statistics.median(values)
+        found |= dict(first_step_seconds=mine[0]["seconds"]) if mine else {}
         if self.evals:
             lowest = min(self.evals, key=lambda row: (math.isnan(row["eval_loss"]), row["eval_loss"]))
             found |= dict(eval_loss_first=self.evals[0]["eval_loss"],
@@ -461,6 +484,10 @@ def finish(config, summary: dict) -> None:
     say("done", f"{summary['steps']} steps in {summary['seconds']:.0f} s, loss {losses}, "
                 f"{summary['tokens']} tokens, {summary['tokens_per_second']:.0f} tokens/s, "
                 f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB per process")
+    if "first_step_seconds" in summary:
+        share = f", MFU {summary['median_mfu']:.1%}" if "median_mfu" in summary else ""
+        say("speed", f"{summary['median_tokens_per_second']:.0f} tokens/s{share} in a median step; the first "
+                     f"took {summary['first_step_seconds']:.1f} s")
     if "eval_loss_last" in summary:
         first, last, lowest = (summary[f"eval_loss_{which}"] for which in ("first", "last", "lowest"))
         say("eval", f"loss {first:.3f} -> {last:.3f}, lowest {lowest:.3f} at step "

@@ -90,6 +90,13 @@ def test_the_first_held_out_loss_is_that_of_the_untrained_model(pool, models, tm
     assert one == other and len(one) == 3
 
 
+def test_evaluations_and_saves_are_left_out_of_the_next_steps_seconds(pool, models, tmp_path):
+    dataset = tiny.write_alpaca(tmp_path / "rows.jsonl", 20)
+    flags = dict(model_name=models("llama"), train_type="lora", dataset=str(dataset), output_dir=str(tmp_path / "out"))
+    flags |= dict(eval_fraction=0.3, eval_steps=2, save_steps=3, max_steps=5, log_to="stdout")
+    assert pool.run(1, "clocks_set", flags) == [[0, 2, 3, 4, 5]]
+
+
 def test_a_run_with_packing_and_evaluation(models, tmp_path):
     dataset, output = tiny.write_alpaca(tmp_path / "rows.jsonl", 40), tmp_path / "out"
     done = run(

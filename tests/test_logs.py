@@ -328,11 +328,43 @@ def test_throughput_and_the_share_of_the_peak(tmp_path, monkeypatch, capsys):
     record(metrics, 1, 2)
     metrics.close()
     first, second = rows(tmp_path)
+    assert (first["seconds"], second["seconds"]) == (2, 0.5)
+    summary = metrics.summary(3.0)
+    assert (summary["tokens_per_second"], summary["median_tokens_per_second"]) == (pytest.approx(20 / 3, 0.01), 20)
+    assert summary["median_mfu"] == second["mfu"] and summary["first_step_seconds"] == 2
     assert (first["tokens_per_second"], first["supervised_tokens_per_second"]) == (5, 2)
     assert second["tokens_per_second"] == 20
     # 10 tokens of 1000 + 10 * 10 each (the mean example is 10 long), 4 supervised ones of 500 each
     assert second["mfu"] == pytest.approx((10 * 1100 + 4 * 500) / (0.5 * 2 * 1e5))
     assert "MFU 13.0%" in capsys.readouterr().out.splitlines()[1]
+
+
+def test_seconds_of_steps_leave_out_evaluations_and_saves_and_tell_of_waiting(tmp_path, monkeypatch):
+    """A clock that only the batches, the steps and what is between them move."""
+    now = [0.0]
+    monkeypatch.setattr(logs.time, "perf_counter", lambda: now[0])
+
+    def passing(seconds, value=None):
+        now[0] += seconds
+        return value
+
+    others = lambda *mine: torch.tensor([mine, [0.0] * 4 + [1.5, *mine[5:]]], dtype=torch.float64)  # noqa: E731
+    metrics = begin(tmp_path, runtime=alone(world=2, gather=others))
+    for step, _ in metrics.waiting((passing(wait, (step, None)) for step, wait in ((1, 4.0), (2, 1.0), (3, 0.0)))):
+        passing(8)
+        record(metrics, step)
+        passing(2)  # what belongs to no step in particular belongs to the next
+        if step == 1:  # an evaluation or a save
+            passing(1000)
+            metrics.go_on()
+    metrics.close()
+    found = rows(tmp_path)
+    assert [row["seconds"] for row in found] == [12, 9, 10]
+    assert [row["data_seconds"] for row in found] == [4, 1.5, 1.5]  # the other rank waited for 1.5 s
+    assert [row["tokens_per_second"] for row in found] == [10 / 12, 10 / 9, 1]
+    summary = metrics.summary(1029.0)
+    assert summary["median_tokens_per_second"] == pytest.approx((10 / 9 + 1) / 2)
+    assert summary["first_step_seconds"] == 12 and "median_mfu" not in summary
 
 
 @pytest.mark.parametrize("peak, precision", [(None, "bf16"), (1e12, "fp32")])
@@ -443,7 +475,8 @@ def test_step_lines_fit_into_80_columns(capsys, total):
 
 SUMMARY = dict(
     steps=75, seconds=123.4, tokens=9876, loss_first=2.5, loss_last=0.5, tokens_per_second=80.0, peak_memory_bytes=2**31
-)
+) | dict(median_tokens_per_second=95.4, median_mfu=0.4321, first_step_seconds=12.34)
+SUMMARY |= dict(eval_loss_first=2.25, eval_loss_last=0.75, eval_loss_lowest=0.625, eval_lowest_step=50)
 
 
 def test_the_last_lines_fold_on_a_terminal_only(capsys, monkeypatch):
@@ -453,6 +486,8 @@ def test_the_last_lines_fold_on_a_terminal_only(capsys, monkeypatch):
     plain = capsys.readouterr().out
     for part in (
         "done    75 steps in 123 s, loss 2.500 -> 0.500, 9876 tokens, 80 tokens/s, peak 2.00 GiB",
+        "speed   95 tokens/s, MFU 43.2% in a median step; the first took 12.3 s",
+        "eval    loss 2.250 -> 0.750, lowest 0.625 at step 50",
         "saved   adapter and tokenizer in a_folder_whose_name_is_quite_long/and_deep",
         'try     python scripts/generate.py --adapter a_folder_whose_name_is_quite_long/and_deep --prompt "',
     ):

@@ -26,6 +26,8 @@ METRICS = {
     "supervised_tokens_per_second",
     "peak_memory_bytes",
     "host_memory_bytes",
+    "seconds",
+    "data_seconds",
 }
 
 
