@@ -884,9 +884,10 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
     return True
 
 
-def open_output(config: Config, start: int) -> None:
+def open_output(config: Config, start: int, content: dict) -> None:
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.write_json(folder / "run.json", content)  # the end adds the summary
     state.clean(folder)
     state.set_aside(folder, start)
     if config.dataset == "demo":
@@ -930,7 +931,7 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
     if path:
         state.load(path, saved, training)
     if runtime.main:
-        open_output(config, training.step)
+        open_output(config, training.step, content)
         logs.introduce(config, training.model.facts, folder, held, runtime, total)
         vocabulary.warn(training.model.module, folder, held)
         state.introduce(config, path, saved)

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import resource
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -446,10 +447,20 @@ def introduce(config, facts: dict, folder: Path, held, runtime, total: int) -> N
     say("run", f"{runtime.world} process(es) on {runtime.device.type}, {config.sharding_strategy}, "
                f"{config.precision}; {total} steps of {examples} examples")
     say("output", config.output_dir)
+    if changed := changed_flags(config):
+        say("flags", changed)
     for text in cautions(config, facts, folder, max(held.lengths)):
         say("note", text)
     if config.verbose:
         found(facts)
+
+
+def changed_flags(config) -> str:
+    """The flags that are not at their defaults, as they would be typed."""
+    pairs = [(spec, getattr(config, spec.name)) for spec in dataclasses.fields(config)]
+    texts = {spec.name: str(value).lower() if isinstance(value, bool) else str(value)
+             for spec, value in pairs if value != spec.default}
+    return " ".join(f"--{name} {shlex.quote(text)}" for name, text in texts.items())
 
 
 def cautions(config, facts: dict, folder: Path, longest: int) -> list[str]:
@@ -513,8 +524,10 @@ def finish(config, summary: dict) -> None:
 
 
 def git_commit() -> str | None:
-    """The commit this script stands at, if it stands in a git checkout that has one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
+    """The commit this script stands at, if it stands in a git checkout that has one; with "-dirty" where
+    files of it were edited since."""
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]  # never a tag's name
+    command = ["git", "-C", str(Path(__file__).parent), *describe]
     try:
         found = subprocess.run(command, capture_output=True, text=True)
     except OSError:  # no git here

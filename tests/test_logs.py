@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import shlex
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -455,6 +457,41 @@ def test_cautions(tmp_path, key):
     assert logs.cautions(bf16, few, tmp_path, 64) == logs.cautions(bf16, many, tmp_path, 10**6) == []
     (tmp_path / "config.json").write_text(json.dumps({key: "float16"}))
     assert logs.cautions(fp16, few, tmp_path, 64) == []
+
+
+# ----------------------------------------------------------------------------------------------- what a run was
+
+
+def test_the_commit_says_whether_files_were_edited(tmp_path, monkeypatch):
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        done = subprocess.run(["git", "-C", str(tmp_path), *who, *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    file = tmp_path / "scripts" / "logs.py"
+    file.parent.mkdir()
+    file.write_text("one\n")
+    monkeypatch.setattr(logs, "__file__", str(file))
+    assert logs.git_commit() is None  # no checkout, or one without a commit
+    git("init", "-q")
+    assert logs.git_commit() is None
+    git("add", ".")
+    git("commit", "-q", "-m", "x")
+    git("tag", "-a", "v1", "-m", "x")
+    head = git("rev-parse", "HEAD")
+    assert logs.git_commit() == head and len(head) == 40
+    (tmp_path / "output").write_text("not part of the checkout")
+    assert logs.git_commit() == head
+    file.write_text("two\n")
+    assert logs.git_commit() == f"{head}-dirty"
+
+
+def test_flags_that_are_not_defaults_can_be_typed_again():
+    argv = ["--dataset", "my data.jsonl", "--packing", "--lr", "1e-3", "--use_rslora", "false", "--batch-size=8"]
+    said = logs.changed_flags(train.parse(argv))
+    assert said == "--dataset 'my data.jsonl' --packing true --batch_size 8 --lr 0.001"
+    assert train.parse(shlex.split(said)) == train.parse(argv)
+    assert logs.changed_flags(train.Config()) == ""
 
 
 # ------------------------------------------------------------------------------------------------------ 80 columns
