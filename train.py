@@ -280,6 +280,7 @@ class Runtime:
     local_world: int
     device: torch.device
     peak_memory: Callable[[], int]  # bytes: peak allocated on the accelerator; on a CPU the process's peak
+    retries: Callable[[], int] = lambda: 0  # how often the allocator has had to empty its cache
     phase: Callable[[str], None] = lambda moment: None  # called at named moments; see logs.Memory
     free_memory: Callable[[], int] = lambda: 2**62  # bytes that are free for this process's tensors
     copies: torch.Stream | None = None  # where copies to and from the host run beside the computation
@@ -304,6 +305,7 @@ def start_runtime(env=os.environ, timeout_minutes: float = 30) -> Runtime:
     """Device and process group. One process has a group too, so that it runs the same code as many."""
     place = places.variables(env) or places.ALONE
     device, backend, peak, copies = torch.device("cpu"), "gloo", logs.host_peak, None
+    retries = Runtime.retries
     free = functools.partial(logs.host_free, place.local_world)
     if torch.accelerator.is_available():
         index = place.local_rank % accelerator_count()  # a task of srun may be shown its own one only
@@ -311,12 +313,13 @@ def start_runtime(env=os.environ, timeout_minutes: float = 30) -> Runtime:
         torch.accelerator.set_device_index(index)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         peak = torch.accelerator.max_memory_allocated
+        retries = lambda: torch.accelerator.memory_stats().get("num_alloc_retries", 0)  # noqa: E731
         free = lambda: torch.accelerator.get_memory_info()[0]  # noqa: E731
         copies = torch.Stream(device)
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if place.world == 1 else {}
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes), **alone)
     return Runtime(place.rank, place.local_rank, place.world, place.local_world, device, peak,
-                   free_memory=free, copies=copies)
+                   retries, free_memory=free, copies=copies)
 
 
 def stop_runtime() -> None:

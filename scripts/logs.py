@@ -297,6 +297,7 @@ class Metrics:
         self.runtime, self.done, self.clock, self.sink = runtime, done, time.perf_counter(), None
         self.rows, self.evals, self.made, self.memory, self.config = [], [], 0, {}, config
         self.in_a_row = self.left_out = 0  # steps that were not finite
+        self.retried, self.warned = runtime.retries(), False  # those of loading cost no step anything
         self.waited = 0.0  # seconds of this step in which its batches were not there yet
         self.watch = runtime.phase if config.profile_memory else None
         self.peak = flops.device_peak(runtime.device) if config.numbers.compute.itemsize == 2 else None
@@ -313,7 +314,7 @@ class Metrics:
         """Adds the row of a step from this rank's summed `loss` and `tokens`, the global gradient `norm` and
         number of `supervised` tokens. Raises UserError as `judge` does."""
         every = self.runtime.gather(loss.item(), tokens, host_memory(), self.runtime.peak_memory(),
-                                    self.waited)
+                                    self.waited, self.runtime.retries() - self.retried)
         loss, tokens, host, *_ = every.sum(0).tolist()
         seconds = time.perf_counter() - self.clock
         row |= dict(loss=loss / max(1, supervised), grad_norm=norm.item(), tokens=int(tokens),
@@ -325,6 +326,7 @@ class Metrics:
         if self.sink:
             self.file.write(to_json(row) + "\n")
             self.sink.write(row)
+        self.warn(row["step"], every[:, 5].tolist())
         self.judge(row, every[:, 0].tolist())
 
     def waiting(self, batches):
@@ -341,6 +343,13 @@ class Metrics:
     def go_on(self) -> None:
         """The next step begins here: what was done since the last one (evaluation, saving) is none of it."""
         self.clock = time.perf_counter()
+
+    def warn(self, step: int, retries: list[float]) -> None:
+        """One note when the allocator of a rank had to empty its cache; `retries`: of each rank, so far."""
+        if max(retries) and not self.warned:
+            rank, self.warned = retries.index(max(retries)), True
+            self.show(f"note    step {step}: rank {rank} emptied its allocator's cache {max(retries):.0f} "
+                      "times, which is slow: memory is nearly full; --plan names cheaper settings")
 
     def judge(self, row: dict, losses: list[float]) -> None:
         """Raises UserError, on every rank, where loss or gradient are not finite: unless loss scaling or

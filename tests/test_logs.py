@@ -29,6 +29,7 @@ def alone(**changes) -> SimpleNamespace:
         world=1,
         device=torch.device("cpu"),
         peak_memory=lambda: 2**20,
+        retries=lambda: 0,
         phase=lambda moment: None,
         gather=lambda *numbers: torch.tensor([numbers], dtype=torch.float64),
     )
@@ -442,6 +443,32 @@ def test_a_run_that_does_not_profile_reads_no_memory():
     runtime = alone()
     assert logs.watch_memory(train.Config(), runtime) is runtime
     assert math.isfinite(logs.host_memory()) and train.Runtime.phase("anything") is None
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_retries_of_the_allocator_are_told_once(tmp_path, capsys, main):
+    """Those of training, not those of loading; whichever rank has them."""
+    counts = iter([7, 7, 7, 9, 11])
+    others = lambda *mine: torch.tensor([[*mine[:5], 0.0], mine], dtype=torch.float64)  # noqa: E731
+    metrics = begin(tmp_path, runtime=alone(main=main, world=2, gather=others, retries=lambda: next(counts)))
+    record(metrics, 1, 2, 3, 4)
+    metrics.close()
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    assert len(notes) == main
+    assert all("step 3: rank 1 emptied its allocator's cache 2 times" in note for note in notes)
+
+
+def test_retries_are_read_from_the_accelerator(monkeypatch):
+    """Bound when the runtime starts; a CPU's allocator has none."""
+    assert train.Runtime(0, 0, 1, 1, torch.device("cpu"), lambda: 0).retries() == 0
+    fake = dict(is_available=lambda: True, device_count=lambda: 1, set_device_index=lambda index: None)
+    fake |= dict(current_accelerator=lambda: torch.device("cuda"), max_memory_allocated=lambda: 0)
+    fake |= dict(memory_stats=lambda: {"num_alloc_retries": 3})
+    for name, function in fake.items():
+        monkeypatch.setattr(torch.accelerator, name, function)
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
+    monkeypatch.setattr(train.dist, "init_process_group", lambda *args, **kwargs: None)
+    assert train.start_runtime(env={}).retries() == 3
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
