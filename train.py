@@ -149,7 +149,7 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     skip_bad_rows: bool = option(False, "count rows that cannot be used, and go on")
     eval_dataset: str | None = option(None, "a second dataset, as above, whose loss is measured")
     eval_fraction: float = option(0.0, "part of the dataset to hold out, without --eval_dataset", low=0)
-    eval_steps: int = option(-1, "measure the held-out loss every N steps; -1: at the end only", low=-1)
+    eval_steps: int = option(-1, "held-out loss first and every N steps; -1: at the end only", low=-1)
     eval_generate: int = option(0, "print N answers of the model at each evaluation", low=0)
     output_dir: str = option("output", "where everything is written")
     overwrite_output_dir: bool = option(False, "write into a folder that is not empty")
@@ -281,6 +281,7 @@ class Runtime:
     local_world: int
     device: torch.device
     peak_memory: Callable[[], int]  # bytes: peak allocated on the accelerator; on a CPU the process's peak
+    retries: Callable[[], int] = lambda: 0  # how often the allocator has had to empty its cache
     phase: Callable[[str], None] = lambda moment: None  # called at named moments; see logs.Memory
     free_memory: Callable[[], int] = lambda: 2**62  # bytes that are free for this process's tensors
     copies: torch.Stream | None = None  # where copies to and from the host run beside the computation
@@ -305,6 +306,7 @@ def start_runtime(env=os.environ, timeout_minutes: float = 30) -> Runtime:
     """Device and process group. One process has a group too, so that it runs the same code as many."""
     place = places.variables(env) or places.ALONE
     device, backend, peak, copies = torch.device("cpu"), "gloo", logs.host_peak, None
+    retries = Runtime.retries
     free = functools.partial(logs.host_free, place.local_world)
     if torch.accelerator.is_available():
         index = place.local_rank % accelerator_count()  # a task of srun may be shown its own one only
@@ -312,12 +314,13 @@ def start_runtime(env=os.environ, timeout_minutes: float = 30) -> Runtime:
         torch.accelerator.set_device_index(index)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         peak = torch.accelerator.max_memory_allocated
+        retries = lambda: torch.accelerator.memory_stats().get("num_alloc_retries", 0)  # noqa: E731
         free = lambda: torch.accelerator.get_memory_info()[0]  # noqa: E731
         copies = torch.Stream(device)
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if place.world == 1 else {}
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes), **alone)
     return Runtime(place.rank, place.local_rank, place.world, place.local_world, device, peak,
-                   free_memory=free, copies=copies)
+                   retries, free_memory=free, copies=copies)
 
 
 def stop_runtime() -> None:
@@ -848,9 +851,11 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
 
     def prepare(window):  # on the host, by a thread, a step ahead
         return [held.collate(rows, config.packing, flat) for rows in window]
+    if held.eval and config.eval_steps > 0 and not training.step:
+        evaluation.run(training, held, metrics, step=0, epoch=0)
     stops.at_once = False
     for epoch, windows in epochs(training, held, total):
-        for window, collated in prefetch(windows, prepare, 2):
+        for window, collated in metrics.waiting(prefetch(windows, prepare, 2)):
             tick()
             batches, counts = zip(*(data.arguments(batch, runtime.device) for batch in collated))
             counted, asked, statuses = runtime.gather(sum(counts), stops.asked, saver.status).unbind(1)
@@ -869,6 +874,7 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
                 evaluation.run(training, held, metrics, step=step, epoch=epoch)
             if stop or config.save_steps > 0 and step % config.save_steps == 0:
                 saver.start(training)
+                metrics.go_on()
             if stop and step < total:
                 saver.finish()
                 kept = "which is saved; --resume auto goes on from there" if saver.newest == step else \
@@ -879,9 +885,10 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
     return True
 
 
-def open_output(config: Config, start: int) -> None:
+def open_output(config: Config, start: int, content: dict) -> None:
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.write_json(folder / "run.json", content)  # the end adds the summary
     state.clean(folder)
     state.set_aside(folder, start)
     if config.dataset == "demo":
@@ -925,7 +932,7 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
     if path:
         state.load(path, saved, training)
     if runtime.main:
-        open_output(config, training.step)
+        open_output(config, training.step, content)
         logs.introduce(config, training.model.facts, folder, held, runtime, total)
         vocabulary.warn(training.model.module, folder, held)
         state.introduce(config, path, saved)

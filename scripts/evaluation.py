@@ -43,3 +43,4 @@ def run(training, held, metrics, step: int, epoch: int) -> None:
     metrics.evaluated(step=step, epoch=epoch, eval_loss=loss, eval_supervised_tokens=tokens)
     for prompt, answer in answers(training, held.eval, held.tokenizer, training.config.eval_generate):
         metrics.show(f"--- {prompt}\n>>> {answer}")
+    metrics.go_on()

@@ -5,7 +5,9 @@ import json
 import math
 import os
 import resource
+import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -100,6 +102,10 @@ class Memory:
         for kind, read in (kinds or self.kinds).items() if self.steps else ():
             name = f"memory/{kind}_{moment}"
             self.moments[name] = max(read(), self.moments.get(name, 0))
+
+    def forget_evaluation(self) -> None:
+        """Its phases are not those of a step; what came before the first step stays."""
+        self.moments = {name: value for name, value in self.moments.items() if "_after_model_" in name}
 
     def take(self, runtime) -> dict[str, int]:
         """The moments of a step, and of what came before the first, in bytes: of each the largest of all
@@ -289,8 +295,10 @@ class Metrics:
 
     def __init__(self, config, runtime, total: int, run: dict, done=0, logger_state: dict | None = None):
         self.runtime, self.done, self.clock, self.sink = runtime, done, time.perf_counter(), None
-        self.rows, self.made, self.memory, self.config = [], 0, {}, config
+        self.rows, self.evals, self.made, self.memory, self.config = [], [], 0, {}, config
         self.in_a_row = self.left_out = 0  # steps that were not finite
+        self.retried, self.warned = runtime.retries(), False  # those of loading cost no step anything
+        self.waited = 0.0  # seconds of this step in which its batches were not there yet
         self.watch = runtime.phase if config.profile_memory else None
         self.peak = flops.device_peak(runtime.device) if config.numbers.compute.itemsize == 2 else None
         self.run = run
@@ -298,25 +306,50 @@ class Metrics:
             file = Path(config.output_dir) / "metrics.jsonl"
             kept = keep_rows(file, done)
             self.rows = [row for row in kept if "eval_loss" not in row]
+            self.evals = [row for row in kept if "eval_loss" in row]
             self.file = open(file, "a", buffering=1)
             self.sink = LOGGERS[config.log_to](config, total, run, done, logger_state or {})
 
     def record(self, loss, norm, tokens: int, supervised: int, **row) -> None:
         """Adds the row of a step from this rank's summed `loss` and `tokens`, the global gradient `norm` and
         number of `supervised` tokens. Raises UserError as `judge` does."""
-        every = self.runtime.gather(loss.item(), tokens, host_memory(), self.runtime.peak_memory())
-        loss, tokens, host, _ = every.sum(0).tolist()
-        now = time.perf_counter()
+        every = self.runtime.gather(loss.item(), tokens, host_memory(), self.runtime.peak_memory(),
+                                    self.waited, self.runtime.retries() - self.retried)
+        loss, tokens, host, *_ = every.sum(0).tolist()
+        seconds = time.perf_counter() - self.clock
         row |= dict(loss=loss / max(1, supervised), grad_norm=norm.item(), tokens=int(tokens),
                     supervised_tokens=supervised, peak_memory_bytes=int(every[:, 3].max()),
-                    host_memory_bytes=int(host))
-        row |= self.throughput(row, now - self.clock) | self.moments()
-        self.clock, self.made = now, self.made + 1
+                    host_memory_bytes=int(host), seconds=seconds, data_seconds=float(every[:, 4].max()))
+        row |= self.throughput(row, seconds) | self.moments()
+        self.clock, self.waited, self.made = self.clock + seconds, 0.0, self.made + 1
         self.rows.append(row)
         if self.sink:
             self.file.write(to_json(row) + "\n")
             self.sink.write(row)
+        self.warn(row["step"], every[:, 5].tolist())
         self.judge(row, every[:, 0].tolist())
+
+    def waiting(self, batches):
+        """The same, noting how long each was waited for."""
+        ended = object()
+        while True:
+            start = time.perf_counter()
+            found = next(batches, ended)
+            if found is ended:
+                return
+            self.waited += time.perf_counter() - start
+            yield found
+
+    def go_on(self) -> None:
+        """The next step begins here: what was done since the last one (evaluation, saving) is none of it."""
+        self.clock = time.perf_counter()
+
+    def warn(self, step: int, retries: list[float]) -> None:
+        """One note when the allocator of a rank had to empty its cache; `retries`: of each rank, so far."""
+        if max(retries) and not self.warned:
+            rank, self.warned = retries.index(max(retries)), True
+            self.show(f"note    step {step}: rank {rank} emptied its allocator's cache {max(retries):.0f} "
+                      "times, which is slow: memory is nearly full; --plan names cheaper settings")
 
     def judge(self, row: dict, losses: list[float]) -> None:
         """Raises UserError, on every rank, where loss or gradient are not finite: unless loss scaling or
@@ -357,7 +390,8 @@ class Metrics:
         """Adds the row of an evaluation."""
         row |= dict(eval_loss=eval_loss, eval_perplexity=math.exp(min(eval_loss, 700)))
         if self.watch:
-            self.watch.moments.clear()  # its phases are not those of a step
+            self.watch.forget_evaluation()
+        self.evals.append(row)
         if self.sink:
             self.file.write(to_json(row) + "\n")
             self.sink.evaluated(row)
@@ -379,13 +413,23 @@ class Metrics:
     def summary(self, seconds: float) -> dict:
         """The run in a few numbers, for run.json and the last lines; of rank 0, steps before `done` included,
         but for `seconds` and the throughput, which are those of this part."""
-        recent = sum(row["tokens"] for row in self.rows[-self.made:]) if self.made else 0
+        mine = self.rows[-self.made:] if self.made else []
+        recent = sum(row["tokens"] for row in mine)
         tokens = sum(row["tokens"] for row in self.rows)
         found = dict(seconds=round(seconds, 1), steps=len(self.rows), tokens=tokens,
                      tokens_per_second=round(recent / seconds, 1), loss_first=self.rows[0]["loss"],
                      loss_last=self.rows[-1]["loss"],
                      peak_memory_bytes=max(row["peak_memory_bytes"] for row in self.rows))
         found |= dict(resumed_at=self.done) if self.done else {}
+        for name in ("tokens_per_second", "mfu") if mine else ():
+            if values := [row[name] for row in mine[1:] or mine if name in row]:  # the first is slow
+                found["median_" + name] = statistics.median(values)
+        found |= dict(first_step_seconds=mine[0]["seconds"]) if mine else {}
+        if self.evals:
+            lowest = min(self.evals, key=lambda row: (math.isnan(row["eval_loss"]), row["eval_loss"]))
+            found |= dict(eval_loss_first=self.evals[0]["eval_loss"],
+                          eval_loss_last=self.evals[-1]["eval_loss"],
+                          eval_loss_lowest=lowest["eval_loss"], eval_lowest_step=lowest["step"])
         return found | (dict(memory=self.memory) if self.memory else {})
 
 
@@ -412,10 +456,20 @@ def introduce(config, facts: dict, folder: Path, held, runtime, total: int) -> N
     say("run", f"{runtime.world} process(es) on {runtime.device.type}, {config.sharding_strategy}, "
                f"{config.precision}; {total} steps of {examples} examples")
     say("output", config.output_dir)
+    if changed := changed_flags(config):
+        say("flags", changed)
     for text in cautions(config, facts, folder, max(held.lengths)):
         say("note", text)
     if config.verbose:
         found(facts)
+
+
+def changed_flags(config) -> str:
+    """The flags that are not at their defaults, as they would be typed."""
+    pairs = [(spec, getattr(config, spec.name)) for spec in dataclasses.fields(config)]
+    texts = {spec.name: str(value).lower() if isinstance(value, bool) else str(value)
+             for spec, value in pairs if value != spec.default}
+    return " ".join(f"--{name} {shlex.quote(text)}" for name, text in texts.items())
 
 
 def cautions(config, facts: dict, folder: Path, longest: int) -> list[str]:
@@ -450,6 +504,14 @@ def finish(config, summary: dict) -> None:
     say("done", f"{summary['steps']} steps in {summary['seconds']:.0f} s, loss {losses}, "
                 f"{summary['tokens']} tokens, {summary['tokens_per_second']:.0f} tokens/s, "
                 f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB per process")
+    if "first_step_seconds" in summary:
+        share = f", MFU {summary['median_mfu']:.1%}" if "median_mfu" in summary else ""
+        say("speed", f"{summary['median_tokens_per_second']:.0f} tokens/s{share} in a median step; the first "
+                     f"took {summary['first_step_seconds']:.1f} s")
+    if "eval_loss_last" in summary:
+        first, last, lowest = (summary[f"eval_loss_{which}"] for which in ("first", "last", "lowest"))
+        say("eval", f"loss {first:.3f} -> {last:.3f}, lowest {lowest:.3f} at step "
+                    f"{summary['eval_lowest_step']}")
     for name, value in summary.get("memory", {}).items():
         say("memory", f"{name.removeprefix('memory/').replace('_', ' '):<34}{value / 2**30:8.3f} GiB")
     if not config.save_model:
@@ -471,8 +533,10 @@ def finish(config, summary: dict) -> None:
 
 
 def git_commit() -> str | None:
-    """The commit this script stands at, if it stands in a git checkout that has one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
+    """The commit this script stands at, if it stands in a git checkout that has one; with "-dirty" where
+    files of it were edited since."""
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]  # never a tag's name
+    command = ["git", "-C", str(Path(__file__).parent), *describe]
     try:
         found = subprocess.run(command, capture_output=True, text=True)
     except OSError:  # no git here

@@ -392,6 +392,19 @@ def slow_save(runtime: train.Runtime, flags: dict) -> dict:
         return whole_run(runtime, flags)
 
 
+def clocks_set(runtime: train.Runtime, flags: dict) -> list[int]:
+    """After which steps the clock of the next one was set anew."""
+    found, go_on = [], train.logs.Metrics.go_on
+
+    def noting(self):
+        found.append(self.made)
+        go_on(self)
+
+    with mock.patch.object(train.logs.Metrics, "go_on", noting):
+        assert whole_run(runtime, flags)["code"] == 0
+    return found
+
+
 def broken_steps(runtime: train.Runtime, flags: dict, where: str, numbers: list[int]) -> dict:
     """In some steps the last rank's loss is no number, or its gradients are infinite."""
     step, clip, last = train.train_step, train.clip_gradients, runtime.rank == runtime.world - 1

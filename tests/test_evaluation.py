@@ -2,12 +2,14 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tiny
+import train
 from reference import plain_base
 from test_run import rows, run
 
@@ -63,6 +65,38 @@ def test_answers_are_greedy_ones(pool, models):
     assert found["answers"][0][1] == tokenizer.decode(out[0, start:], skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_first_held_out_loss_is_that_of_the_untrained_model(pool, models, tmp_path, world):
+    """It changes no bit of the training, and does not come again when a run goes on."""
+    dataset = tiny.write_alpaca(tmp_path / "rows.jsonl", 20)
+    flags = dict(model_name=models("llama"), train_type="lora", dataset=str(dataset), eval_fraction=0.3)
+    flags |= dict(log_to="stdout", save_steps=2, lora_dropout=0.1)
+    found = {}
+    for name, extra in {
+        "without": dict(max_steps=3),
+        "with": dict(max_steps=2, eval_steps=2),
+        "with ": dict(max_steps=3, eval_steps=2, resume="auto"),
+    }.items():
+        output = tmp_path / name.strip()
+        done = pool.run(world, "whole_run", flags | extra | dict(output_dir=str(output)))
+        assert {one["code"] for one in done} == {0}, done
+        found[name] = rows(output)
+    config = train.Config(**flags | dict(output_dir="unused"))
+    loss, _ = plain_loss(models("llama"), train.load_data(config, Path(models("llama"))).eval)
+    assert found["with"][0]["eval_loss"] == pytest.approx(loss, rel=1e-6)
+    evals = [[row["step"] for row in one if "eval_loss" in row] for one in found.values()]
+    assert evals == [[3], [0, 2], [0, 2, 3]]
+    one, other = ([row["loss"] for row in found[name] if "loss" in row] for name in ("without", "with "))
+    assert one == other and len(one) == 3
+
+
+def test_evaluations_and_saves_are_left_out_of_the_next_steps_seconds(pool, models, tmp_path):
+    dataset = tiny.write_alpaca(tmp_path / "rows.jsonl", 20)
+    flags = dict(model_name=models("llama"), train_type="lora", dataset=str(dataset), output_dir=str(tmp_path / "out"))
+    flags |= dict(eval_fraction=0.3, eval_steps=2, save_steps=3, max_steps=5, log_to="stdout")
+    assert pool.run(1, "clocks_set", flags) == [[0, 2, 3, 4, 5]]
+
+
 def test_a_run_with_packing_and_evaluation(models, tmp_path):
     dataset, output = tiny.write_alpaca(tmp_path / "rows.jsonl", 40), tmp_path / "out"
     done = run(
@@ -80,6 +114,15 @@ def test_a_run_with_packing_and_evaluation(models, tmp_path):
     assert all(
         row["eval_perplexity"] == pytest.approx(2.718281828459045 ** row["eval_loss"]) for row in evals
     )
+    losses = {row["step"]: row["eval_loss"] for row in evals}
+    assert list(losses) == [*range(0, len(steps), 2), len(steps)]
+    assert found[0] == evals[0] and done.stdout.index("step 0/") < done.stdout.index("step 1/")
+    lowest = min(losses, key=losses.get)
+    said = json.loads((output / "run.json").read_text())["summary"]
+    assert (said["eval_loss_first"], said["eval_loss_last"]) == (losses[0], losses[len(steps)])
+    assert (said["eval_loss_lowest"], said["eval_lowest_step"]) == (losses[lowest], lowest)
+    last = f"eval    loss {losses[0]:.3f} -> {losses[len(steps)]:.3f}, lowest {losses[lowest]:.3f} at step {lowest}"
+    assert last in done.stdout.splitlines()
     assert "eval loss" in done.stdout and ">>>" in done.stdout and "eval    0.2: 8 examples" in done.stdout
     kept = json.loads((output / "run.json").read_text())
     assert (

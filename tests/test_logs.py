@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import shlex
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +29,7 @@ def alone(**changes) -> SimpleNamespace:
         world=1,
         device=torch.device("cpu"),
         peak_memory=lambda: 2**20,
+        retries=lambda: 0,
         phase=lambda moment: None,
         gather=lambda *numbers: torch.tensor([numbers], dtype=torch.float64),
     )
@@ -105,7 +108,21 @@ def test_a_resumed_run_keeps_the_rows_before_and_writes_the_rest_anew(tmp_path, 
     summary = second.summary(seconds=2.0)
     assert summary["steps"] == 6 and summary["tokens"] == 60 and summary["resumed_at"] == 2
     assert summary["loss_first"] == 1.0 and summary["loss_last"] == pytest.approx(1 / 6)
+    evals = {name: value for name, value in summary.items() if name.startswith("eval")}
+    assert evals == dict(eval_loss_first=0.5, eval_loss_last=0.3, eval_loss_lowest=0.3, eval_lowest_step=6)
     assert summary["tokens_per_second"] == 20.0  # the 40 tokens of this part in its 2 seconds
+
+
+def test_the_lowest_held_out_loss_is_a_number(tmp_path):
+    metrics = begin(tmp_path)
+    assert not metrics.evals
+    for step, loss in enumerate([math.nan, 0.75, 0.5, 0.875]):
+        metrics.evaluated(loss, step=step, epoch=0, eval_supervised_tokens=7)
+    record(metrics, 1)
+    metrics.close()
+    summary = metrics.summary(1.0)
+    assert (summary["eval_loss_lowest"], summary["eval_lowest_step"], summary["eval_loss_last"]) == (0.5, 2, 0.875)
+    assert rows(tmp_path)[0]["eval_loss"] is None  # JSON has no NaN
 
 
 def test_a_resume_at_the_end_and_a_new_start(tmp_path):
@@ -314,11 +331,43 @@ def test_throughput_and_the_share_of_the_peak(tmp_path, monkeypatch, capsys):
     record(metrics, 1, 2)
     metrics.close()
     first, second = rows(tmp_path)
+    assert (first["seconds"], second["seconds"]) == (2, 0.5)
+    summary = metrics.summary(3.0)
+    assert (summary["tokens_per_second"], summary["median_tokens_per_second"]) == (pytest.approx(20 / 3, 0.01), 20)
+    assert summary["median_mfu"] == second["mfu"] and summary["first_step_seconds"] == 2
     assert (first["tokens_per_second"], first["supervised_tokens_per_second"]) == (5, 2)
     assert second["tokens_per_second"] == 20
     # 10 tokens of 1000 + 10 * 10 each (the mean example is 10 long), 4 supervised ones of 500 each
     assert second["mfu"] == pytest.approx((10 * 1100 + 4 * 500) / (0.5 * 2 * 1e5))
     assert "MFU 13.0%" in capsys.readouterr().out.splitlines()[1]
+
+
+def test_seconds_of_steps_leave_out_evaluations_and_saves_and_tell_of_waiting(tmp_path, monkeypatch):
+    """A clock that only the batches, the steps and what is between them move."""
+    now = [0.0]
+    monkeypatch.setattr(logs.time, "perf_counter", lambda: now[0])
+
+    def passing(seconds, value=None):
+        now[0] += seconds
+        return value
+
+    others = lambda *mine: torch.tensor([mine, [0.0] * 4 + [1.5, *mine[5:]]], dtype=torch.float64)  # noqa: E731
+    metrics = begin(tmp_path, runtime=alone(world=2, gather=others))
+    for step, _ in metrics.waiting((passing(wait, (step, None)) for step, wait in ((1, 4.0), (2, 1.0), (3, 0.0)))):
+        passing(8)
+        record(metrics, step)
+        passing(2)  # what belongs to no step in particular belongs to the next
+        if step == 1:  # an evaluation or a save
+            passing(1000)
+            metrics.go_on()
+    metrics.close()
+    found = rows(tmp_path)
+    assert [row["seconds"] for row in found] == [12, 9, 10]
+    assert [row["data_seconds"] for row in found] == [4, 1.5, 1.5]  # the other rank waited for 1.5 s
+    assert [row["tokens_per_second"] for row in found] == [10 / 12, 10 / 9, 1]
+    summary = metrics.summary(1029.0)
+    assert summary["median_tokens_per_second"] == pytest.approx((10 / 9 + 1) / 2)
+    assert summary["first_step_seconds"] == 12 and "median_mfu" not in summary
 
 
 @pytest.mark.parametrize("peak, precision", [(None, "bf16"), (1e12, "fp32")])
@@ -396,6 +445,32 @@ def test_a_run_that_does_not_profile_reads_no_memory():
     assert math.isfinite(logs.host_memory()) and train.Runtime.phase("anything") is None
 
 
+@pytest.mark.parametrize("main", [True, False])
+def test_retries_of_the_allocator_are_told_once(tmp_path, capsys, main):
+    """Those of training, not those of loading; whichever rank has them."""
+    counts = iter([7, 7, 7, 9, 11])
+    others = lambda *mine: torch.tensor([[*mine[:5], 0.0], mine], dtype=torch.float64)  # noqa: E731
+    metrics = begin(tmp_path, runtime=alone(main=main, world=2, gather=others, retries=lambda: next(counts)))
+    record(metrics, 1, 2, 3, 4)
+    metrics.close()
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    assert len(notes) == main
+    assert all("step 3: rank 1 emptied its allocator's cache 2 times" in note for note in notes)
+
+
+def test_retries_are_read_from_the_accelerator(monkeypatch):
+    """Bound when the runtime starts; a CPU's allocator has none."""
+    assert train.Runtime(0, 0, 1, 1, torch.device("cpu"), lambda: 0).retries() == 0
+    fake = dict(is_available=lambda: True, device_count=lambda: 1, set_device_index=lambda index: None)
+    fake |= dict(current_accelerator=lambda: torch.device("cuda"), max_memory_allocated=lambda: 0)
+    fake |= dict(memory_stats=lambda: {"num_alloc_retries": 3})
+    for name, function in fake.items():
+        monkeypatch.setattr(torch.accelerator, name, function)
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
+    monkeypatch.setattr(train.dist, "init_process_group", lambda *args, **kwargs: None)
+    assert train.start_runtime(env={}).retries() == 3
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_cautions(tmp_path, key):
     """A model made in bf16 that computes in fp16, and rows that are longer than its positions."""
@@ -409,6 +484,41 @@ def test_cautions(tmp_path, key):
     assert logs.cautions(bf16, few, tmp_path, 64) == logs.cautions(bf16, many, tmp_path, 10**6) == []
     (tmp_path / "config.json").write_text(json.dumps({key: "float16"}))
     assert logs.cautions(fp16, few, tmp_path, 64) == []
+
+
+# ----------------------------------------------------------------------------------------------- what a run was
+
+
+def test_the_commit_says_whether_files_were_edited(tmp_path, monkeypatch):
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        done = subprocess.run(["git", "-C", str(tmp_path), *who, *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    file = tmp_path / "scripts" / "logs.py"
+    file.parent.mkdir()
+    file.write_text("one\n")
+    monkeypatch.setattr(logs, "__file__", str(file))
+    assert logs.git_commit() is None  # no checkout, or one without a commit
+    git("init", "-q")
+    assert logs.git_commit() is None
+    git("add", ".")
+    git("commit", "-q", "-m", "x")
+    git("tag", "-a", "v1", "-m", "x")
+    head = git("rev-parse", "HEAD")
+    assert logs.git_commit() == head and len(head) == 40
+    (tmp_path / "output").write_text("not part of the checkout")
+    assert logs.git_commit() == head
+    file.write_text("two\n")
+    assert logs.git_commit() == f"{head}-dirty"
+
+
+def test_flags_that_are_not_defaults_can_be_typed_again():
+    argv = ["--dataset", "my data.jsonl", "--packing", "--lr", "1e-3", "--use_rslora", "false", "--batch-size=8"]
+    said = logs.changed_flags(train.parse(argv))
+    assert said == "--dataset 'my data.jsonl' --packing true --batch_size 8 --lr 0.001"
+    assert train.parse(shlex.split(said)) == train.parse(argv)
+    assert logs.changed_flags(train.Config()) == ""
 
 
 # ------------------------------------------------------------------------------------------------------ 80 columns
@@ -429,7 +539,8 @@ def test_step_lines_fit_into_80_columns(capsys, total):
 
 SUMMARY = dict(
     steps=75, seconds=123.4, tokens=9876, loss_first=2.5, loss_last=0.5, tokens_per_second=80.0, peak_memory_bytes=2**31
-)
+) | dict(median_tokens_per_second=95.4, median_mfu=0.4321, first_step_seconds=12.34)
+SUMMARY |= dict(eval_loss_first=2.25, eval_loss_last=0.75, eval_loss_lowest=0.625, eval_lowest_step=50)
 
 
 def test_the_last_lines_fold_on_a_terminal_only(capsys, monkeypatch):
@@ -439,6 +550,8 @@ def test_the_last_lines_fold_on_a_terminal_only(capsys, monkeypatch):
     plain = capsys.readouterr().out
     for part in (
         "done    75 steps in 123 s, loss 2.500 -> 0.500, 9876 tokens, 80 tokens/s, peak 2.00 GiB",
+        "speed   95 tokens/s, MFU 43.2% in a median step; the first took 12.3 s",
+        "eval    loss 2.250 -> 0.750, lowest 0.625 at step 50",
         "saved   adapter and tokenizer in a_folder_whose_name_is_quite_long/and_deep",
         'try     python scripts/generate.py --adapter a_folder_whose_name_is_quite_long/and_deep --prompt "',
     ):

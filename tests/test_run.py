@@ -26,6 +26,8 @@ METRICS = {
     "supervised_tokens_per_second",
     "peak_memory_bytes",
     "host_memory_bytes",
+    "seconds",
+    "data_seconds",
 }
 
 
@@ -85,6 +87,8 @@ def test_a_run_and_what_it_leaves(models, dataset, tmp_path):
         "train   qlora",
         "data    ",
         "2 process(es)",
+        f"--model_name {models('llama')} --dataset {dataset} --output_dir {output} --lora_rank 4 --batch_size 5 "
+        "--num_epochs 2 --lr 0.01 --precision fp32",
         "done    4 steps",
         f"generate.py --adapter {output}",
     ):
@@ -200,6 +204,8 @@ def test_a_loss_that_is_no_number_stops_the_run(models, dataset, tmp_path):
         "2",
     )
     assert done.returncode == 2 and "the gradient is nan" in done.stderr and "Traceback" not in done.stderr
+    kept = json.loads((tmp_path / "out" / "run.json").read_text())  # from the start of the run
+    assert kept["config"]["lr"] == 1e30 and kept["model"]["trained_parameters"] and "summary" not in kept
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
