@@ -939,8 +939,11 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
     start = time.perf_counter()
     metrics = logs.Metrics(config, runtime, total, content, training.step, saved.get("logger"))
     saver = state.Saver(config, runtime, content, metrics.state)
+    gc.collect()
+    gc.freeze()  # else each rank at times searches libraries and model for garbage, and the others wait
     with profiling.profiler(config, runtime, training.step) as tick:
         finished = train(training, held, total, metrics, saver, stops, tick)
+    gc.unfreeze()  # before stop_runtime, which collects what holds communicators
     metrics.close()
     if finished and config.save_model:
         save(training.model, config, folder, held.tokenizer, runtime)

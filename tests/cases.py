@@ -3,6 +3,7 @@ results."""
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import io
 import math
@@ -368,7 +369,25 @@ def whole_run(runtime: train.Runtime, flags: dict, stop: int | None = None) -> d
             code, message = train.run(config, runtime, StopAfter(runtime, stop, rank)), None
         except train.UserError as error:
             code, message = 2, str(error)
+            gc.unfreeze()  # the process would end here
     return dict(code=code, printed=printed.getvalue(), message=message)
+
+
+def garbage_of_steps(runtime: train.Runtime, flags: dict) -> list[tuple[int, int]]:
+    """(objects that collections look at, objects set aside): before a run, in each of its steps, after it."""
+    step, seen = train.train_step, []
+    look = lambda: seen.append((len(gc.get_objects()), gc.get_freeze_count()))  # noqa: E731
+
+    def watched(*args):
+        look()
+        return step(*args)
+
+    gc.unfreeze()  # as in a process of its own
+    look()
+    with mock.patch.object(train, "train_step", watched):
+        assert whole_run(runtime, flags)["code"] == 0
+    look()
+    return seen
 
 
 def failing_save(runtime: train.Runtime, flags: dict, code: int) -> dict:

@@ -41,8 +41,8 @@ def serve(pipe) -> None:
     import train
     import cases
 
-    gc.freeze()  # what is imported is not searched for garbage after each case: that took 0.2 s
     while True:
+        gc.freeze()  # what is imported is not searched for garbage after each case: that took 0.2 s
         environment, name, args = pipe.recv()
         os.environ.update(environment)
         try:

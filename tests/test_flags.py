@@ -11,6 +11,8 @@ import pytest
 
 import tiny
 import train
+from frozen_flags import FILE, compared, lines
+from scripts.flags import option
 from train import Config, UserError, parse
 
 ROOT = Path(train.__file__).parent
@@ -44,6 +46,31 @@ def test_both_spellings():
             == quick("--precision", f"mp_{short}").precision
             == f"mp_{short}"
         )
+
+
+def test_the_command_line_is_frozen():
+    """Whoever removes or changes a flag does it knowingly."""
+    assert not (said := compared(FILE.read_text().splitlines(), lines(Config))), said
+
+
+def test_what_a_changed_command_line_says():
+    old = ["batch_size int 4", "lr float or nothing None", "seed int 42"]
+    assert compared(old, old) == ""
+    added = compared(old, [*old, "new bool False"])
+    assert added.startswith("+ new bool False\n") and "breaks" not in added and "tests/frozen_flags.py" in added
+    for new in (old[:2], [*old[:2], "seed int 43"], [*old[:2], "seed int 43", "new bool False"]):
+        said = compared(old, new)
+        assert "- seed int 42\n" in said and "breaks" in said and "CHANGELOG" in said
+        assert all(f"+ {line}\n" in said for line in new[2:]) and "batch_size" not in said
+
+
+def test_types_choices_and_defaults_are_frozen():
+    @dataclasses.dataclass
+    class Two:
+        b: float | None = option(None, "")
+        a: str = option("x", "", ("y", "x"))
+
+    assert lines(Two) == ["a str 'x' from x, y", "b float or nothing None"]
 
 
 FSDP_QLORA = """--world_size 2 --master_port 12356 --model_name meta-llama/Llama-2-7b-hf

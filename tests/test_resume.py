@@ -111,6 +111,13 @@ def test_random_numbers_differ_between_seeds_steps_and_ranks():
     assert len({numbers(*key) for key in keys}) == len(keys) and numbers(*keys[0]) == numbers(*keys[0])
 
 
+def test_collections_look_at_what_steps_make_only(pool, given, tmp_path):
+    """Else each rank goes, at a moment of its own, through all objects of torch and transformers."""
+    for before, *steps, after in pool.run(2, "garbage_of_steps", given(tmp_path)):
+        assert len(steps) == TOTAL and before[1] == after[1] == 0
+        assert all(seen < before[0] / 10 and aside >= before[0] / 2 for seen, aside in steps)
+
+
 @pytest.mark.parametrize("train_type", train.TRAIN_TYPES)
 def test_train_types(pool, given, tmp_path, train_type):
     """Weights, moments, learning rate, order and dropout go on bit for bit."""
