@@ -82,7 +82,7 @@ def test_the_first_held_out_loss_is_that_of_the_untrained_model(pool, models, tm
         assert {one["code"] for one in done} == {0}, done
         found[name] = rows(output)
     config = train.Config(**flags | dict(output_dir="unused"))
-    loss, _ = plain_loss(models("llama"), train.load_data(config, Path(models("llama"))).eval)
+    loss, _ = plain_loss(models("llama"), train.data.load_all(config, Path(models("llama"))).eval)
     assert found["with"][0]["eval_loss"] == pytest.approx(loss, rel=1e-6)
     evals = [[row["step"] for row in one if "eval_loss" in row] for one in found.values()]
     assert evals == [[3], [0, 2], [0, 2, 3]]
