@@ -97,6 +97,9 @@ ROWS = {
         switch("sharding_strategy", "full_shard", tests=WORLDS, match="none"),
         *(switch("sharding_strategy", name) for name in train.SHARDINGS if name != "full_shard"),
         switch("wrap_policy", "decoder_attention_mlp"),
+        switch("prefetch_units", 0),
+        switch("prefetch_units", 3),
+        switch("reshard_last_block", False),
     ],
     "Memory": [
         switch("use_cpu_offload", True),
