@@ -503,6 +503,12 @@ def put_rows(slot: checkpoint.Slot, packed: torch.Tensor, absmax: torch.Tensor, 
     put_parts(slot, slot.module.quantizer.quantize_statistics(every), mesh)
 
 
+def put_part_rows(slot: checkpoint.Slot, parts: checkpoint.PartRows) -> None:
+    """This rank's rows of each part, as a checkpoint has them."""
+    for name, rows in parts.items():
+        put(getattr(slot.module, name), rows)
+
+
 def put_broadcast(slot: checkpoint.Slot, parts: dict | None, owner: int, device, mesh) -> None:
     """Whole parts on rank `owner` of the shard group (None elsewhere) -> each rank's rows."""
     group = mesh["shard"].get_group()
@@ -529,10 +535,7 @@ class Loader:
     """How a weight comes to this rank's rows. Four ways: plain and NF4 weights are read by rows; HQQ weights
     are quantised whole, by the ranks in turn; weights that are quantised already are taken as they are; with
     low_memory off every rank reads and quantises everything and keeps its rows: the same bits, more of all
-    else.
-
-    Threads `read` ahead, without communication; `place` goes tensor by tensor, on all ranks at once.
-    """
+    else."""
     stored: checkpoint.Checkpoint
     mesh: dist.DeviceMesh
     device: torch.device
@@ -541,41 +544,31 @@ class Loader:
     def by_rows(self, slot: checkpoint.Slot) -> bool:
         return self.low_memory and (not slot.quantized or slot.module.quantizer.by_rows)
 
-    def owner(self, turn: int) -> int:
-        """The rank of the shard group that quantises the tensor number `turn` for all."""
-        return turn % self.mesh["shard"].size()
-
     @torch.no_grad()
-    def read(self, job: tuple[int, str, checkpoint.Slot]):
+    def read(self, job: tuple[int, str, checkpoint.Slot]) -> Callable[[], None]:
+        """In a thread, without communication. Returns what then places the tensor, on all ranks at once."""
         turn, name, slot = job
-        mine = self.owner(turn) == self.mesh["shard"].get_local_rank()
-        if self.low_memory and not self.by_rows(slot) and not mine:
-            return None
-        limits = functools.partial(local_rows, mesh=self.mesh)
-        if kept := slot.quantized and self.stored.part_rows(name, slot.module.quantizer, limits):
-            return kept
-        keep = share(slot, slot.rows, self.mesh)[0] if self.by_rows(slot) else slice(0, slot.rows)
+        mesh, by_rows, owner = self.mesh, self.by_rows(slot), turn % self.mesh["shard"].size()
+        broadcast = functools.partial(put_broadcast, slot, owner=owner, device=self.device, mesh=mesh)
+        if self.low_memory and not by_rows and owner != mesh["shard"].get_local_rank():
+            return functools.partial(broadcast, None)
+        quantizer, limits = slot.quantized and slot.module.quantizer, functools.partial(local_rows, mesh=mesh)
+        if parts := quantizer and self.stored.part_rows(name, quantizer, limits):
+            return functools.partial(put_part_rows, slot, parts)
+        keep, where = share(slot, slot.rows, mesh)
+        span = keep if by_rows else slice(0, slot.rows)
         each = slot.shape[0] // slot.rows  # rows of the checkpoint that are one row of the parameter
-        rows = self.stored.rows(name, keep.start * each, keep.stop * each).to(self.device)
-        if not slot.quantized:
-            return rows.view(keep.stop - keep.start, *getattr(slot.module, slot.attribute).shape[1:])
-        quantizer = slot.module.quantizer
-        return quantizer.quantize_rows(rows) if self.by_rows(slot) else quantizer.quantize(rows)
-
-    @torch.no_grad()
-    def place(self, turn: int, slot: checkpoint.Slot, value) -> None:
-        if not slot.quantized:
-            keep, where = share(slot, slot.rows, self.mesh)
-            put(getattr(slot.module, slot.attribute), value if self.low_memory else value[keep], where)
-        elif isinstance(value, checkpoint.PartRows):
-            for name, rows in value.items():
-                put(getattr(slot.module, name), rows)
-        elif self.by_rows(slot):
-            put_rows(slot, value[0], value[1], self.mesh)
-        elif self.low_memory:
-            put_broadcast(slot, value, self.owner(turn), self.device, self.mesh)
-        else:
-            put_parts(slot, value, self.mesh)
+        rows = self.stored.rows(name, span.start * each, span.stop * each).to(self.device)
+        if not quantizer:
+            parameter = getattr(slot.module, slot.attribute)
+            rows = rows.view(span.stop - span.start, *parameter.shape[1:])
+            return functools.partial(put, parameter, rows if by_rows else rows[keep], where)
+        if by_rows:
+            packed, absmax = quantizer.quantize_rows(rows)
+            return functools.partial(put_rows, slot, packed, absmax, mesh)
+        whole = quantizer.quantize(rows)
+        return functools.partial(broadcast, whole) if self.low_memory else \
+            functools.partial(put_parts, slot, whole, mesh)
 
 
 def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: Runtime, mesh) -> None:
@@ -590,8 +583,8 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
                    disable=not (runtime.main and sys.stderr.isatty()))
         turns = config.low_memory and not all(loader.by_rows(slot) for *_, slot in jobs)
         ahead = mesh["shard"].size() + 1 if turns else max(1, config.loading_workers)  # each rank at its own
-        for (turn, _, slot), value in prefetch(jobs, loader.read, ahead):
-            loader.place(turn, slot, value)
+        for _, place in prefetch(jobs, loader.read, ahead):
+            place()
             bar.update()
         bar.close()
         stored.close(file)

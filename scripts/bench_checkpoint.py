@@ -45,7 +45,7 @@ def measure(name: str, folder: Path, runtime, save_steps: int, windows: int, bat
         train.dist.broadcast_object_list(output)
         config = train.Config(model_name=str(folder), train_type=name, output_dir=output[0])
         training = train.make_training(train.build(config, folder, runtime), config, runtime, 10**6)
-        held = train.data.load_all(config, folder)
+        held = data.load_all(config, folder)
         batch = data.collate(held.train[runtime.rank * batch_size:][:batch_size], held.pad)
         arguments, count = data.arguments(batch, runtime.device)
         tokens, saver = int(runtime.gather(count).sum()), state.Saver(config, runtime, {})

@@ -200,7 +200,7 @@ def make_trainer(config: Config, folder: Path, held: data.Held):
 def work(config: Config) -> int:
     """One rank, whose process group accelerate makes."""
     folder = checkpoint.find_folder(config.weights)
-    held = train.data.load_all(config, folder)
+    held = data.load_all(config, folder)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     trainer = make_trainer(config, folder, held)
     if trainer.accelerator.is_main_process:

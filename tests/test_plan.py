@@ -143,6 +143,15 @@ def test_quick_is_exact(planner, flags, depth):
     assert exact["backward", "accelerator"] > GIB / 2
 
 
+def test_no_change_is_proposed_that_training_refuses():
+    """Accumulation, and an adapter, do not go with --optim_in_backward."""
+    flags = dict(model_name="Llama-2-7B", train_type="full", batch_size=4, apply_gradient_clipping=False)
+    for changes in (dict(batch_size=1, gradient_accumulation_steps=4), dict(train_type="qlora")):
+        assert plan.changed(train.Config(**flags), changes)[1] == changes
+        assert plan.changed(train.Config(**flags, optim_in_backward=True), changes)[1] == {}
+    assert plan.changed(train.Config(**flags), dict(batch_size=4))[1] == {}
+
+
 # ----------------------------------------------------------------------------------------------- device placement
 
 

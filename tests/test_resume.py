@@ -381,3 +381,25 @@ def test_checkpoints_hold_what_is_trained_and_nothing_else(pool, given, tmp_path
         assert sum(t.numel() for name, t in whole.items() if name.startswith("model.")) == trained
         held = sum(path.stat().st_size for path in (out / "checkpoint-3").glob("*.safetensors"))
         assert 3 * 4 * trained < held < 3 * 4 * trained + 300 * len(whole) * world
+
+
+def test_checkpoints_have_the_loggers_state_of_their_moment(tmp_path, monkeypatch, capsys):
+    """And only one that has its name counts as saved."""
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(state, "shards", lambda training: {})
+    plain = SimpleNamespace(state_dict=dict)
+    runtime = SimpleNamespace(rank=0, world=1, main=True, gather=lambda *numbers: torch.tensor([numbers]))
+    moments = iter(range(9))
+    saver = state.Saver(
+        train.Config(output_dir=str(tmp_path), keep_checkpoints=9), runtime, dict(a=1), lambda: dict(moment=next(moments))
+    )
+    (tmp_path / "checkpoint-3" / "in the way").mkdir(parents=True)
+    newest = []
+    for step in (1, 2, 3):
+        saver.start(SimpleNamespace(step=step, schedule=plain, scaler=plain))
+        saver.finish()
+        newest.append(saver.newest)
+    assert newest == [1, 2, 2] and "checkpoint-3" in capsys.readouterr().out
+    said = [json.loads((tmp_path / f"checkpoint-{step}" / "state.json").read_text()) for step in (1, 2)]
+    assert [(one["logger"], one["a"]) for one in said] == [(dict(moment=0), 1), (dict(moment=1), 1)]
