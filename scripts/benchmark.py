@@ -20,8 +20,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+from scripts.flags import run_script
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # so that it runs from any folder
 ALWAYS = "--save_steps -1 --save_model false --overwrite_output_dir true --lr_scheduler constant"
 
 
@@ -246,7 +248,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    from scripts.data import kebab_flags
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

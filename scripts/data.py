@@ -11,13 +11,10 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import logging
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -29,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 from scripts import packing, tokens
 from scripts.checkpoint import check_file
-from scripts.flags import Refused, UserError, to_bool
+from scripts.flags import Refused, UserError, quiet, run_script, to_bool
 from scripts.formats import EXTENSIONS, FORMATS, READERS, DataError, Renderer, check, extension  # noqa: F401
 from scripts.formats import numbered, read, render  # noqa: F401
 from scripts.packing import arguments, collate, collate_packed, pad_id, plan, steps  # noqa: F401
@@ -290,34 +287,6 @@ def _arrow(spec: str, kind: str) -> Rows:
                 lambda: numbered((batch.to_pylist() for batch in batches.iter(1000)), f"{spec}, "))
 
 
-# ----------------------------------------------------------------------------------- what every script shares
-
-def kebab_flags(argv: list[str]) -> list[str]:
-    """argv with `--flag_name` written `--flag-name`, the one spelling that fastcore's parser knows."""
-    def fix(word: str) -> str:
-        name, equals, value = word.partition("=")
-        is_flag = word.startswith("--") and " " not in name  # and no text of several flags
-        return name.replace("_", "-") + equals + value if is_flag else word
-    return [fix(word) for word in argv]
-
-
-@contextmanager
-def quiet():
-    """Without the warnings and loading bars of the libraries, which drown the few lines that matter."""
-    from transformers.utils import logging as bars
-    shown, level = bars.is_progress_bar_enabled(), logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    bars.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
-        if shown:
-            bars.enable_progress_bar()
-
-
 # ------------------------------------------------------------------------------- a look at what is trained on
 
 def describe(samples: Samples, counts: Counts, config) -> list[str]:
@@ -411,6 +380,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

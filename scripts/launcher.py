@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Callable
 
 from scripts import places
-from scripts.flags import UserError
+from scripts.flags import UserError, refuse
 from scripts.places import Place
 
 # The process that has looked at flags, files and devices for the ranks that it has started: its number.
@@ -106,8 +106,7 @@ class Nodes:
         if len({local for _, local, _ in every}) > 1:
             sizes = ", ".join(f"{host} {local}" for host, local, _ in every)
             lines.append(f"the nodes have unequal numbers of processes ({sizes}): use --gpus-per-node")
-        if lines:
-            raise UserError("\n  ".join(lines))
+        refuse(lines)
 
     def ended(self) -> int | None:
         """The exit code of the run once another node has ended it. Tells, too, that this node is there."""
@@ -236,8 +235,7 @@ def launch(script: str, argv: list[str], place: Place, problems=(), error_dir: s
     """Runs this node's ranks of `script`. Returns the exit code of the run. Signals are passed on, and a
     Ctrl-C after another signal ends all at once. Raises UserError for `problems`, on the first node those of
     all."""
-    if problems and place.nodes == 1:
-        raise UserError("\n  ".join(problems))
+    refuse(problems if place.nodes == 1 else ())
     ranks, asked = None, []
 
     def pass_on(number, frame):
@@ -278,7 +276,10 @@ def run_ranks(script: str, work: Callable, world_size: int = -1, address: str = 
     if place.local_rank is None:
         return launch(script, sys.argv[1:], place)
     os.environ.update(place.environment())
-    runtime = train.start_runtime(timeout_minutes=5)
-    code = work(runtime)
-    train.stop_runtime()
+    try:
+        runtime = train.start_runtime(timeout_minutes=5)
+        code = work(runtime)
+        train.stop_runtime()
+    except BaseException as error:
+        train.fail(error, place.rank)
     return code or 0

@@ -16,6 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts import data, demo, formats, tokens
 from scripts.data import IGNORE, DataError, Sample
+from scripts.flags import kebab, quiet
 
 ROWS = [
     {"instruction": "Add the numbers.", "input": "1 and 2", "output": "3"},
@@ -436,7 +437,7 @@ def test_demo_model_out_of_reach_says_what_to_pass(monkeypatch, tmp_path):
 
 def test_flags_in_both_spellings():
     argv = ["x_y.py", "--max_new_tokens", "my_file", "--out_dir=a_b", "--n-k"]
-    assert data.kebab_flags(argv) == ["x_y.py", "--max-new-tokens", "my_file", "--out-dir=a_b", "--n-k"]
+    assert kebab(argv) == ["x_y.py", "--max-new-tokens", "my_file", "--out-dir=a_b", "--n-k"]
 
 
 # ---------------------------------------------------------------------------------- one entry for every source
@@ -508,7 +509,7 @@ def hub(tmp_path, monkeypatch):
 
     rows = save_as(tmp_path, ".parquet")
     root = tmp_path / "hub"
-    with data.quiet():
+    with quiet():
         datasets.load_dataset("parquet", data_files={"train": rows, "test": rows}, cache_dir=str(root))
     (found,) = root.glob("parquet/*/*/*/dataset_info.json")
     target = root / "owner___some_set" / "default" / "0.0.0" / ("a" * 40)
