@@ -285,11 +285,14 @@ def flat_and_padded(runtime: train.Runtime, folder: str) -> dict:
     return found
 
 
-def packed_losses(runtime: train.Runtime, folder: str, rows: list, others: list, attention: str) -> dict:
+def packed_losses(
+    runtime: train.Runtime, folder: str, rows: list, others: list, attention: str, train_type: str = "full"
+) -> dict:
     """Summed losses of the documents of packed rows: alone, packed, and packed among other documents. "one row"
     lays all rows of a batch behind one another, as flash attention needs it."""
     together = attention == "one row"
-    config = configuration(folder, train_type="full", attn_implementation="auto" if together else attention)
+    given = "auto" if together else attention
+    config = configuration(folder, train_type=train_type, attn_implementation=given)
     model = train.build(config, Path(folder), runtime).module
     if together:
         model.config._attn_implementation, kept = "flash", model.config._attn_implementation

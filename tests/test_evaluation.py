@@ -14,16 +14,19 @@ from reference import plain_base
 from test_run import rows, run
 
 
-@pytest.mark.parametrize("attention", ["auto", "eager", "one row"])
-@pytest.mark.parametrize("model", ["llama", "qwen2", "gemma2"])
-def test_packed_documents_are_alone(pool, models, model, attention):
+PACKED = [("full", model, way) for model in ("llama", "qwen2", "gemma2") for way in ("auto", "eager", "one row")]
+PACKED += [(train_type, "llama", "auto") for train_type in train.TRAIN_TYPES if train_type != "full"]
+
+
+@pytest.mark.parametrize("train_type, model, attention", PACKED)
+def test_packed_documents_are_alone(pool, models, train_type, model, attention):
     """Losses of documents are those outside the row (to rounding); another document before them changes no bit."""
     samples = tiny.samples(9, seed=3)
     rng = random.Random(0)
     others = [s._replace(ids=[rng.randrange(2, 300) for _ in s.ids]) for s in samples[::3]]
     others = [s._replace(labels=[-100 if x == -100 else i for x, i in zip(s.labels, s.ids)]) for s in others]
     packed = [samples[0:3], samples[3:6], samples[6:9]]
-    (found,) = pool.run(1, "packed_losses", models(model), packed, others, attention)
+    (found,) = pool.run(1, "packed_losses", models(model, train_type), packed, others, attention, train_type)
     for alone, inside, swapped in zip(found["alone"], found["packed"], found["swapped"]):
         assert inside == pytest.approx(alone, rel=2e-6)
         assert swapped[1:] == inside[1:] and swapped[0] != inside[0]

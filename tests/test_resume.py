@@ -176,8 +176,17 @@ def test_other_switches(pool, given, tmp_path, flags):
 def test_another_split(pool, given, tmp_path, world, flags, train_type):
     """From two ranks to another world size or sharding: equal to rounding, weights and moments. `llama-odd` has
     numbers of rows that do not divide."""
-    straight, second = tmp_path / "straight", tmp_path / "second"
-    plain = dict(model="llama-odd", lora_dropout=0.0)
+    resplit(pool, given, tmp_path, world, flags, train_type, dict(model="llama-odd"))
+
+
+@pytest.mark.parametrize("train_type", [t for t in train.TRAIN_TYPES if t not in ("bnb_dora", "full")])
+def test_another_split_of_packed_rows(pool, given, tmp_path, train_type):
+    packed = dict(packing=True, context_length=400, max_steps=TOTAL, num_epochs=4)
+    resplit(pool, given, tmp_path, 4, dict(batch_size=1), train_type, packed)
+
+
+def resplit(pool, given, tmp_path, world: int, flags: dict, train_type: str, plain: dict) -> None:
+    straight, second, plain = tmp_path / "straight", tmp_path / "second", plain | dict(lora_dropout=0.0)
     finish(pool, 2, given(straight, train_type, **plain))
     shutil.copytree(straight / f"checkpoint-{HALF}", second / f"checkpoint-{HALF}")
     finish(pool, world, given(second, train_type, **plain | flags, resume="auto"))
