@@ -181,8 +181,8 @@ def test_another_split(pool, given, tmp_path, world, flags, train_type):
 
 @pytest.mark.parametrize("train_type", [t for t in train.TRAIN_TYPES if t not in ("bnb_dora", "full")])
 def test_another_split_of_packed_rows(pool, given, tmp_path, train_type):
-    packed = dict(packing=True, context_length=400, max_steps=TOTAL, num_epochs=4)
-    resplit(pool, given, tmp_path, 4, dict(batch_size=1), train_type, packed)
+    packed = dict(packing=True, context_length=400, max_steps=TOTAL, num_epochs=4, batch_size=1)
+    resplit(pool, given, tmp_path, 1, dict(batch_size=2), train_type, packed)
 
 
 def resplit(pool, given, tmp_path, world: int, flags: dict, train_type: str, plain: dict) -> None:
