@@ -179,7 +179,7 @@ def test_another_split(pool, given, tmp_path, world, flags, train_type):
     resplit(pool, given, tmp_path, world, flags, train_type, dict(model="llama-odd"))
 
 
-@pytest.mark.parametrize("train_type", [t for t in train.TRAIN_TYPES if t not in ("bnb_dora", "full")])
+@pytest.mark.parametrize("train_type", train.TRAIN_TYPES)
 def test_another_split_of_packed_rows(pool, given, tmp_path, train_type):
     packed = dict(packing=True, context_length=400, max_steps=TOTAL, num_epochs=4, batch_size=1)
     resplit(pool, given, tmp_path, 1, dict(batch_size=2), train_type, packed)
