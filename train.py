@@ -302,7 +302,7 @@ def accelerator_count() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def start_runtime(env=os.environ, timeout_minutes: float = 30) -> Runtime:
+def start_runtime(env=os.environ, timeout_minutes: float = 30, error_dir: str | None = None) -> Runtime:
     """Device and process group. One process has a group too, so that it runs the same code as many."""
     place = places.variables(env) or places.ALONE
     device, backend, peak, copies = torch.device("cpu"), "gloo", memory.peak, None
@@ -317,6 +317,7 @@ def start_runtime(env=os.environ, timeout_minutes: float = 30) -> Runtime:
         retries = lambda: torch.accelerator.memory_stats().get("num_alloc_retries", 0)  # noqa: E731
         free = lambda: torch.accelerator.get_memory_info()[0]  # noqa: E731
         copies = torch.Stream(device)
+        launcher.record_collectives(error_dir)
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if place.world == 1 else {}
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes), **alone)
     return Runtime(place.rank, place.local_rank, place.world, place.local_world, device, peak,
@@ -945,16 +946,17 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
 
 # ------------------------------------------------------------------------------------------------------- main
 
-def fail(error: BaseException, rank: int) -> None:
+def fail(error: BaseException, rank: int, own_file: bool) -> None:
     """Says what happened and ends this process at once; the launcher then ends the others.
 
     A rank that only lost a peer waits first: the launcher ends it, and the cause is what the person reads.
+    Where each rank has an `own_file` for its errors it speaks, and then waits.
     """
     lost_peer = isinstance(error, dist.DistError) or "by peer" in str(error)
     disk = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
     theirs = isinstance(error, UserError) or disk
-    if lost_peer or (isinstance(error, UserError) and rank > 0):
-        time.sleep(10 if lost_peer else 3)
+    seconds = 10 if lost_peer else 3 if isinstance(error, UserError) and rank > 0 else 0
+    time.sleep(0 if own_file else seconds)
     if theirs:
         print(f"train.py: error: {error}", file=sys.stderr)
     else:
@@ -962,6 +964,7 @@ def fail(error: BaseException, rank: int) -> None:
         print(f"rank {rank} failed{waited}:\n{''.join(traceback.format_exception(error))}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(seconds if own_file else 0)
     os._exit(2 if theirs else 1)  # destructors would wait for peers that never come
 
 
@@ -974,13 +977,14 @@ def work(config: Config, problems: list[str], rank: int) -> int:
     try:
         problems += checks.surroundings(config) if rank == 0 and launcher.CHECKED not in os.environ else []
         refuse(problems)
-        runtime = start_runtime(timeout_minutes=config.timeout_minutes)
+        runtime = start_runtime(timeout_minutes=config.timeout_minutes, error_dir=config.error_dir)
         checks.every_node(config, runtime)
         code = run(config, runtime, stops)
         stop_runtime()
         return code
     except BaseException as error:
-        fail(profiling.explained(error, config, rank), rank)
+        own_file = bool(config.error_dir) and launcher.CHECKED in os.environ
+        fail(profiling.explained(error, config, rank), rank, own_file)
 
 
 def main(argv: list[str]) -> int:

@@ -6,7 +6,11 @@ in which the ranks find each other: who cannot start, who failed first, who is s
 Exit codes: 0 done; 1 a failure, with its traceback; 2 something the person can mend, in one message; 75
 (EX_TEMPFAIL) stopped by a signal, everything saved: `--resume auto` goes on; 76 a node was lost: likewise,
 from the last checkpoint; 130 a second Ctrl-C; 128 + n a process was ended by signal n.
+
+SIGUSR2 ends nothing: every rank writes to stderr where each of its threads stands. The launcher asks for it
+before it ends ranks that have files for their errors.
 """
+import faulthandler
 import json
 import os
 import signal
@@ -40,16 +44,26 @@ def handle(action) -> None:
 class Stops:
     """Signals that ask this rank to stop. While `at_once` they end the process where it is, since nothing is
     trained yet; afterwards they are only noted in `asked` (a signal's number), for the ranks to agree at the
-    next step. A SIGINT after another signal ends the process where it is."""
+    next step. A SIGINT after another signal ends the process where it is. SIGUSR2 is answered with stacks."""
 
     def __init__(self):
         self.asked, self.at_once = 0, True
         handle(self.take)
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
 
     def take(self, number: int, frame) -> None:
         if self.at_once or (number == signal.SIGINT and self.asked):
             os._exit(STOPPED if self.at_once else AT_ONCE)
         self.asked = number
+
+
+def record_collectives(error_dir: str | None) -> None:
+    """Has NCCL write, on a timeout, in which collectives each rank was: to nccl_<rank> in `error_dir`, or
+    where torch does. Before the process group is made."""
+    wanted = dict(TORCH_FR_BUFFER_SIZE="2000", TORCH_NCCL_DUMP_ON_TIMEOUT="1")
+    wanted |= dict(TORCH_FR_DUMP_TEMP_FILE=f"{error_dir}/nccl_") if error_dir else {}
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
 
 
 def end_with_parent() -> None:
@@ -222,6 +236,8 @@ def wait(ranks: Ranks, nodes: Nodes, asked: list[int]) -> int:
     lost = [] if failed is None or stopped or code == 2 else nodes.lost()
     result = STOPPED if stopped else NODE_LOST if lost else code if code >= 0 else 128 - code
     first = failed is not None and nodes.end(result)
+    if ranks.logs and not stopped and code != 2:
+        ranks.signal(signal.SIGUSR2)  # the file of each ends in where it stood
     ranks.end(30 if stopped or asked else 0.5)
     if first and lost:
         print(f"train.py: error: lost {', '.join(lost)}; --resume auto goes on from the last checkpoint",
@@ -247,10 +263,12 @@ def launch(script: str, argv: list[str], place: Place, problems=(), error_dir: s
         if ranks:
             ranks.signal(signal.SIGTERM if number == signal.SIGINT else number)
     handle(pass_on)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # ranks inherit that, until they can answer it
     nodes = Nodes(place)
     try:
         nodes.agree(list(problems), asked)
         ranks = Ranks(script, argv, place, nodes.store.port, error_dir)
+        signal.signal(signal.SIGUSR2, lambda number, frame: ranks.signal(number))
         if asked:  # while they were being started
             ranks.end(0)
             nodes.end(STOPPED)

@@ -55,6 +55,9 @@ class Forked:
         if self.pid == 0:
             keep_stores()
             os.setsid()
+            for number, file in ((1, rest["stdout"]), (2, rest["stderr"])):
+                if file:
+                    os.dup2(file.fileno(), number)
             os.environ.update(env)
             sys.exit(train.main(command[3:]))  # not os._exit: what dies badly in an interpreter's end must show
         started.append(self.pid)

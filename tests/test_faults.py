@@ -10,12 +10,25 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 import tiny
+import train
 
 KILLS, STEPS = 30, 40
+HANGING = """
+import sys, time, train
+step = train.train_step
+def forgotten(training, *rest):
+    if training.runtime.rank and training.step == 2:
+        time.sleep(1000)
+    return step(training, *rest)
+train.train_step = forgotten
+sys.exit(train.main(sys.argv[1:]))
+"""
 
 
 class Nursery:
@@ -31,8 +44,9 @@ class Nursery:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
 
-    def start(self, flags: list[str]) -> list[int]:
-        """Starts a run. Returns the process ids of its launcher and its ranks."""
+    def start(self, flags: list[str] | dict) -> list[int]:
+        """Starts a run, or a script with what nursery.py wants of it. Returns the process ids of its launcher and
+        its ranks."""
         print(json.dumps(flags), file=self.process.stdin, flush=True)
         word, *pids = self.process.stdout.readline().split()
         assert word == "start", self.log.read_text()[-3000:]
@@ -226,3 +240,53 @@ def test_a_rank_that_does_not_answer(nursery, flags, tmp_path):
     assert nursery.end(30) == 1 and all_end(pids)
     said = nursery.log.read_text()[log_start:]
     assert "rank 1 failed (it waited for the others longer than --timeout_minutes)" in said and newest(tmp_path) >= 2
+
+
+def test_a_hang_is_explained(nursery, flags, tmp_path):
+    """Rank 1 sleeps, rank 0 waits for it: SIGUSR2 to the launcher shows where both are and ends nothing; once
+    --timeout_minutes are over, the files of both end in where they stood."""
+    script, errors = tmp_path / "hanging.py", tmp_path / "errors"
+    script.write_text(HANGING)
+    argv = flags(tmp_path / "out", "--world_size", "2", "--timeout_minutes", "0.1", "--error_dir", str(errors))
+    said, files = tmp_path / "err", [errors / f"rank-0000{rank}.err" for rank in (0, 1)]
+    order = dict(script=str(script), argv=argv, env={}, out=str(tmp_path / "said"), err=str(said))
+    pids = nursery.start(order)
+    os.kill(pids[0], signal.SIGUSR2)  # too early for ranks to answer, and no harm
+    while newest(tmp_path / "out") < 2:
+        time.sleep(0.005)
+    time.sleep(0.5)
+    os.kill(pids[0], signal.SIGUSR2)
+    assert nursery.end(60) == 1 and all_end(pids)
+    waited, slept = (file.read_text() for file in files)
+    assert slept.count("in forgotten") == 2 and slept.count("Traceback") == 0
+    assert waited.count("most recent call first") == 1 == waited.count("Traceback")
+    assert "longer than --timeout_minutes" in waited and "longer than --timeout_minutes" in said.read_text()
+
+
+@pytest.mark.parametrize("own_file", [False, True])
+@pytest.mark.parametrize("error", [ConnectionError("closed by peer"), train.UserError("of all ranks")])
+def test_who_waits_for_the_cause_has_spoken_where_it_has_a_file(monkeypatch, capsys, error, own_file):
+    spoken = []
+    monkeypatch.setattr(train.time, "sleep", lambda seconds: seconds and spoken.append(str(error) in capsys.readouterr().err))
+    monkeypatch.setattr(train.os, "_exit", lambda code: None)
+    train.fail(error, 1, own_file)
+    assert spoken == [own_file] and (str(error) in capsys.readouterr().err) != own_file
+
+
+@pytest.mark.parametrize("error_dir, file", [(None, None), ("errors", "errors/nccl_")])
+def test_nccl_is_asked_for_what_it_was_doing(monkeypatch, error_dir, file):
+    """On an accelerator, before the process group is made; what the person has set stays."""
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
+    fake = dict(is_available=lambda: True, device_count=lambda: 1, set_device_index=lambda index: None)
+    for name, function in (fake | dict(current_accelerator=lambda: torch.device("cuda"))).items():
+        monkeypatch.setattr(torch.accelerator, name, function)
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
+    seen = []
+    look = lambda *args, **kwargs: seen.append([os.environ.get(name) for name in names])  # noqa: E731
+    monkeypatch.setattr(train.dist, "init_process_group", look)
+    for given in ({}, {names[0]: "7"}):
+        with mock.patch.dict(os.environ, given):
+            for name in set(names) - set(given):
+                os.environ.pop(name, None)
+            train.start_runtime(env={}, error_dir=error_dir)
+    assert seen == [["2000", "1", file], ["7", "1", file]]
