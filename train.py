@@ -856,7 +856,11 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
             lr, step = training.schedule.get_last_lr()[0], training.step + 1
             state.seed_step(config.seed, step, runtime.rank)
             summed, norm = train_step(training, batches, max(1, supervised))
-            tokens = sum(held.lengths[i] for rows in window for row in rows for i in row)
+            examples = [i for rows in window for row in rows for i in row]
+            tokens = sum(held.lengths[i] for i in examples)
+            if not summed.isfinite():  # record() waits for the device anyway
+                print(f"rank {runtime.rank}: step {step}: the loss of {held.places(examples)} is not finite",
+                      file=sys.stderr, flush=True)
             try:
                 metrics.record(summed, norm, tokens, supervised, step=step, epoch=epoch, lr=lr)
             except UserError:  # on every rank

@@ -70,9 +70,20 @@ class Held:
     train: Samples
     counts: Counts
     eval: Samples | None
+    sources: tuple[str, ...] = ()  # of `train`, as they were named
 
     def __post_init__(self):
         self.pad, self.lengths = pad_id(self.tokenizer), self.train.lengths
+
+    def places(self, numbers: list[int], most: int = 32) -> str:
+        """Where samples that are trained on stand in their sources: "lines 3, 17 of my.jsonl"."""
+        found: dict[int, list[int]] = {}
+        for which, row in map(self.train.find, numbers[:most]):
+            found.setdefault(which, []).append(int(self.train.tables[which].rows[row]))
+        texts = [f"{self.train.tables[which].facts['counted']}{'s' * (len(rows) > 1)} "
+                 f"{', '.join(map(str, sorted(rows)))} of {self.sources[which]}"
+                 for which, rows in sorted(found.items())]
+        return "; ".join(texts) + (f"; and {len(numbers) - most} more" if numbers[most:] else "")
 
     def collate(self, rows: list[list[int]], packed: bool, flat: bool = False) -> dict:
         """Rows of sample numbers -> tensors; packed ones with the position ids that keep samples apart.
@@ -98,7 +109,8 @@ def load_all(config, model_folder: Path) -> Held:
     for part in (samples, held_out):
         vocabulary.check_ids(part, tokenizer, model_folder, config.add_tokens,
                              config.trust_remote_code)
-    return Held(tokenizer, samples, counts, held_out)
+    sources = tuple(source.name for source in parse_sources(config.dataset))
+    return Held(tokenizer, samples, counts, held_out, sources)
 
 
 def _table(name: str, config, tokenizer, limit: int | None) -> tokens.Table:

@@ -4,6 +4,7 @@ disturbed."""
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -290,3 +291,27 @@ def test_nccl_is_asked_for_what_it_was_doing(monkeypatch, error_dir, file):
                 os.environ.pop(name, None)
             train.start_runtime(env={}, error_dir=error_dir)
     assert seen == [["2000", "1", file], ["7", "1", file]]
+
+
+def test_a_loss_that_is_no_number_names_its_rows(nursery, flags, tmp_path):
+    """One character's embedding is no number; one row has it. The row is the file's ninth line, the fifth that is used."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = flags(tmp_path)[1]
+    broken = AutoModelForCausalLM.from_pretrained(model)
+    (spoilt,) = AutoTokenizer.from_pretrained(model)("~")["input_ids"]
+    broken.get_input_embeddings().weight.data[spoilt] = torch.nan
+    broken.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "model")
+    rows = ["", "{", ""] + [json.dumps(dict(instruction=str(n), output="~" if n == 9 else "x")) for n in range(4, 28)]
+    rows[3] = json.dumps(dict(instruction="4", output=1))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    places = ("--model_name", str(tmp_path / "model"), "--dataset", str(tmp_path / "rows.jsonl"))
+    log_start = nursery.log.stat().st_size
+    nursery.start(flags(tmp_path / "out", *places, "--skip_bad_rows", "true"))
+    assert nursery.end() == 2
+    said = nursery.log.read_text()[log_start:]
+    assert said.count("is not finite") == 1 and "Traceback" not in said, said
+    rank, step, found = re.search(r"rank (\d): step (\d+): the loss of lines ([\d, ]+) of ", said).groups()
+    assert f"step {step}: the loss is nan (rank {rank})" in said
+    assert "9" in found.split(", ") and len(found.split(", ")) == 2

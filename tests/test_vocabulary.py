@@ -181,7 +181,7 @@ def held_of(text: str, file: str) -> types.SimpleNamespace:
     made = tiny.tokenizer()
     made.add_tokens(vocabulary.read(file))
     ids = np.array(made(text)["input_ids"], np.int32)
-    table = tokens.Table(ids, ids * 0, np.array([0, len(ids)]), np.zeros(1, np.uint8), {})
+    table = tokens.Table(ids, ids * 0, np.array([0, len(ids)]), np.zeros(1, np.uint8), np.ones(1, int), {})
     return types.SimpleNamespace(tokenizer=made, train=types.SimpleNamespace(tables=[table]))
 
 
