@@ -201,6 +201,7 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     grad_norm: float = option(1.0, "largest global gradient norm", above=0)
     skip_nonfinite_steps: int = option(0, "leave out at most N steps with NaN or infinite gradients", low=0)
     seed: int = option(42, "seeds adapters, data order and dropout", low=0)
+    deterministic: bool = option(False, "kernels that give the same bits every time, where torch has them")
 
     precision: str = option("mp_bf16", "dtypes: see docs/training.md", tuple(PRECISIONS))
     attn_implementation: str = option("auto", "attention; auto: flash-attn where it can be used, or sdpa "
@@ -981,6 +982,7 @@ def work(config: Config, problems: list[str], rank: int) -> int:
     try:
         problems += checks.surroundings(config) if rank == 0 and launcher.CHECKED not in os.environ else []
         refuse(problems)
+        state.choose_kernels(config.deterministic)
         runtime = start_runtime(timeout_minutes=config.timeout_minutes, error_dir=config.error_dir)
         checks.every_node(config, runtime)
         code = run(config, runtime, stops)

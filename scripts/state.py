@@ -43,6 +43,7 @@ FREE = {"model_name", "llama_pro_path", "dataset", "skip_bad_rows", "eval_datase
         "use_gradient_checkpointing", "reentrant_checkpointing", "use_cpu_offload",
         "use_activation_cpu_offload", "compile", "no_sync", "low_memory", "loading_workers", "master_addr",
         "master_port", "timeout_minutes", "error_dir", "skip_nonfinite_steps", "trust_remote_code",
+        "deterministic",
         *(spec.name for flags in (logs.Flags, profiling.Flags, plan.Flags)
           for spec in dataclasses.fields(flags))}
 
@@ -258,6 +259,18 @@ def recut(files: list, wanted: dict, training) -> None:
         codes, absmax = optim.requantized(key, rows)
         tensor.copy_(codes)
         wanted[name.replace(key, scale, 1)].copy_(absmax)
+
+
+def choose_kernels(deterministic: bool) -> None:
+    """--deterministic: in place of kernels that add up in no fixed order those that do, as torch's page on
+    reproducibility says; it warns where it has none. Before anything is computed. CPUs give the same bits
+    either way."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # read by transformers
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # all is written before it is read
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

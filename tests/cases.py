@@ -7,9 +7,11 @@ import gc
 import hashlib
 import io
 import math
+import os
 import re
 import signal
 import time
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -374,6 +376,26 @@ def whole_run(runtime: train.Runtime, flags: dict, stop: int | None = None) -> d
             code, message = 2, str(error)
             gc.unfreeze()  # the process would end here
     return dict(code=code, printed=printed.getvalue(), message=message)
+
+
+def deterministic_run(runtime: train.Runtime, flags: dict) -> tuple[dict, list[bool], list[str]]:
+    """whole_run under --deterministic; whether torch was told, in each step; what it warned of."""
+    step, seen = train.train_step, []
+    told = (torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled)
+
+    def watched(*args):
+        seen.append(all(ask() for ask in told))
+        return step(*args)
+
+    before = torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory
+    patches = mock.patch.dict(os.environ), mock.patch.object(train, "train_step", watched)
+    with patches[0], patches[1], warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train.state.choose_kernels(flags["deterministic"])
+        done = whole_run(runtime, flags)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory = before
+    return done, seen, [str(one.message) for one in said if "deterministic" in str(one.message)]
 
 
 def garbage_of_steps(runtime: train.Runtime, flags: dict) -> list[tuple[int, int]]:

@@ -4,8 +4,10 @@ to a checkpoint."""
 import dataclasses
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -109,6 +111,46 @@ def test_random_numbers_differ_between_seeds_steps_and_ranks():
 
     keys = [(seed, step, rank) for seed in (1, 11) for step in (1, 2, 11) for rank in (0, 1)]
     assert len({numbers(*key) for key in keys}) == len(keys) and numbers(*keys[0]) == numbers(*keys[0])
+
+
+@pytest.mark.parametrize("train_type", ["qlora", "full"])
+def test_deterministic_kernels(pool, given, tmp_path, train_type):
+    """A run may go on with the flag: torch lacks no operation in that form, and on a CPU the bits are the same."""
+    straight, second = tmp_path / "straight", tmp_path / "second"
+    finish(pool, 2, given(straight, train_type))
+    shutil.copytree(straight / f"checkpoint-{HALF}", second / f"checkpoint-{HALF}")
+    shutil.copy(straight / "metrics.jsonl", second)
+    flags = given(second, train_type, deterministic=True, resume="auto")
+    for done, seen, warned in pool.run(2, "deterministic_run", flags):
+        assert done["code"] == 0 and seen == [True] * (TOTAL - HALF) and not warned, (done, warned)
+    assert_same(straight, second)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("given_size", [None, ":16:8"])
+def test_kernels_are_chosen_before_anything_is_computed(monkeypatch, wanted, given_size):
+    """What torch and its libraries are told when the process group is about to be made, and no device was used."""
+    names = ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC")
+    fill, seen = torch.utils.deterministic, []
+
+    def look(**kwargs):
+        seen.extend([torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark])
+        seen.extend([fill.fill_uninitialized_memory, *map(os.environ.get, names)])
+        raise train.UserError("far enough")
+
+    monkeypatch.setattr(train, "start_runtime", look)
+    monkeypatch.setattr(train, "fail", lambda error, *rest: seen.append(str(error)))
+    monkeypatch.setattr(train.launcher, "Stops", lambda: None)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    filled = fill.fill_uninitialized_memory
+    with mock.patch.dict(os.environ, {names[0]: given_size} if given_size else {}):
+        for name in names[given_size is not None:]:
+            os.environ.pop(name, None)
+        train.work(train.Config(deterministic=wanted), [], rank=1)
+    torch.use_deterministic_algorithms(False)
+    fill.fill_uninitialized_memory = filled
+    kept = [False, True, filled, given_size, None]
+    assert seen == [*([True, False, False, given_size or ":4096:8", "1"] if wanted else kept), "far enough"]
 
 
 def test_collections_look_at_what_steps_make_only(pool, given, tmp_path):
