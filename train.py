@@ -20,7 +20,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 import time
 import traceback
@@ -876,7 +875,7 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
                 saver.finish()
                 kept = "which is saved; --resume auto goes on from there" if saver.newest == step else \
                     "which could not be saved"
-                metrics.show(f"{signal.Signals(stop).name}: stopped after step {step}, {kept}")
+                metrics.show(f"{launcher.name_of(stop)}: stopped after step {step}, {kept}")
                 return False
     saver.finish()
     return True

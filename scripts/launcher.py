@@ -30,6 +30,9 @@ from scripts.places import Place
 CHECKED = "QSHARD_CHECKED"
 STOPPED, NODE_LOST, AT_ONCE = 75, 76, 130
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# How a launcher passes a Ctrl-C on. Not as SIGINT: where all processes get one (srun), a rank would take the
+# launcher's for a second Ctrl-C; and one that still imports would end in a traceback.
+INTERRUPT = signal.SIGVTALRM
 
 
 def handle(action) -> None:
@@ -49,12 +52,17 @@ class Stops:
     def __init__(self):
         self.asked, self.at_once = 0, True
         handle(self.take)
+        signal.signal(INTERRUPT, self.take)
         faulthandler.register(signal.SIGUSR2, all_threads=True)
 
     def take(self, number: int, frame) -> None:
         if self.at_once or (number == signal.SIGINT and self.asked):
             os._exit(STOPPED if self.at_once else AT_ONCE)
-        self.asked = number
+        self.asked = signal.SIGINT if number == INTERRUPT else number
+
+
+def name_of(number: int) -> str:
+    return "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def record_collectives(error_dir: str | None) -> None:
@@ -261,7 +269,7 @@ def launch(script: str, argv: list[str], place: Place, problems=(), error_dir: s
             os._exit(AT_ONCE)
         asked.append(number)
         if ranks:
-            ranks.signal(signal.SIGTERM if number == signal.SIGINT else number)
+            ranks.signal(INTERRUPT if number == signal.SIGINT else number)
     handle(pass_on)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # ranks inherit that, until they can answer it
     nodes = Nodes(place)
