@@ -842,14 +842,14 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
     flat = attention.used(training.model.module)
 
     def prepare(window):  # on the host, by a thread, a step ahead
-        return [held.collate(rows, config.packing, flat) for rows in window]
+        return [data.prepared(held.collate(rows, config.packing, flat)) for rows in window]
     if held.eval and config.eval_steps > 0 and not training.step:
         evaluation.run(training, held, metrics, step=0, epoch=0)
     stops.at_once = False
     for epoch, windows in epochs(training, held, total):
-        for window, collated in metrics.waiting(prefetch(windows, prepare, 2)):
+        for window, prepared in metrics.waiting(prefetch(windows, prepare, 2)):
             tick()
-            batches, counts = zip(*(data.arguments(batch, runtime.device) for batch in collated))
+            batches, counts = zip(*((data.sent(made, runtime.device), count) for made, count in prepared))
             counted, asked, statuses = runtime.gather(sum(counts), stops.asked, saver.status).unbind(1)
             supervised, stop = int(counted.sum()), int(asked.max())
             saver.settle(statuses.tolist())

@@ -29,8 +29,8 @@ from scripts.checkpoint import check_file
 from scripts.flags import Refused, UserError, quiet, run_script, to_bool
 from scripts.formats import EXTENSIONS, FORMATS, READERS, DataError, Renderer, check, extension  # noqa: F401
 from scripts.formats import numbered, read, render  # noqa: F401
-from scripts.packing import arguments, collate, collate_packed, pad_id, plan, steps  # noqa: F401
-from scripts.packing import steps_per_epoch  # noqa: F401
+from scripts.packing import arguments, collate, collate_packed, pad_id, plan, prepared  # noqa: F401
+from scripts.packing import sent, steps, steps_per_epoch  # noqa: F401
 from scripts.tokens import IGNORE, Counts, Sample, Samples, chat_ids, prompt_ids, tokenize  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------- the one entry
