@@ -964,8 +964,10 @@ def fail(error: BaseException, rank: int, own_file: bool) -> None:
     if theirs:
         print(f"train.py: error: {error}", file=sys.stderr)
     else:
-        waited = " (it waited for the others longer than --timeout_minutes)" * ("Timed out" in str(error))
-        print(f"rank {rank} failed{waited}:\n{''.join(traceback.format_exception(error))}", file=sys.stderr)
+        waited = (f"rank {rank} waited for the others longer than --timeout_minutes; with --error_dir each "
+                  "writes where it stood") * ("Timed out" in str(error))  # last: the launcher shows the end
+        text = "".join(traceback.format_exception(error))
+        print(f"rank {rank} failed:\n{text}{waited}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(seconds if own_file else 0)

@@ -243,7 +243,8 @@ def test_a_rank_that_does_not_answer(nursery, flags, tmp_path):
     os.kill(pids[1], signal.SIGSTOP)
     assert nursery.end(30) == 1 and all_end(pids)
     said = nursery.log.read_text()[log_start:]
-    assert "rank 1 failed (it waited for the others longer than --timeout_minutes)" in said and newest(tmp_path) >= 2
+    assert "rank 1 failed:" in said and "rank 1 waited for the others longer than --timeout_minutes" in said
+    assert newest(tmp_path) >= 2
 
 
 def test_a_hang_is_explained(nursery, flags, tmp_path):
@@ -251,19 +252,23 @@ def test_a_hang_is_explained(nursery, flags, tmp_path):
     --timeout_minutes are over, the files of both end in where they stood."""
     script, errors = tmp_path / "hanging.py", tmp_path / "errors"
     script.write_text(HANGING)
-    argv = flags(tmp_path / "out", "--world_size", "2", "--timeout_minutes", "0.1", "--error_dir", str(errors))
+    argv = flags(tmp_path / "out", "--world_size", "2", "--timeout_minutes", "0.05", "--error_dir", str(errors))
     said, files = tmp_path / "err", [errors / f"rank-0000{rank}.err" for rank in (0, 1)]
     order = dict(script=str(script), argv=argv, env={}, out=str(tmp_path / "said"), err=str(said))
     pids = nursery.start(order)
     os.kill(pids[0], signal.SIGUSR2)  # too early for ranks to answer, and no harm
-    while newest(tmp_path / "out") < 2:
+    rows = tmp_path / "out" / "metrics.jsonl"
+    while not gone(pids[0]) and (not rows.exists() or rows.read_text().count("\n") < 2):
         time.sleep(0.005)
-    time.sleep(0.5)
-    os.kill(pids[0], signal.SIGUSR2)
+    while not gone(pids[0]) and "in forgotten" not in files[1].read_text():
+        os.kill(pids[0], signal.SIGUSR2)  # until rank 1 is there
+        time.sleep(0.2)
+    seen = files[1].read_text().count("in forgotten")
     assert nursery.end(60) == 1 and all_end(pids)
     waited, slept = (file.read_text() for file in files)
-    assert slept.count("in forgotten") == 2 and slept.count("Traceback") == 0
-    assert waited.count("most recent call first") == 1 == waited.count("Traceback")
+    assert seen >= 1 and slept.count("in forgotten") == seen + 1 and "Traceback" not in slept
+    assert "in forgotten" in slept.rpartition("Current thread")[2] and waited.count("Traceback") == 1
+    assert "most recent call first" in waited.partition("Traceback")[0]
     assert "longer than --timeout_minutes" in waited and "longer than --timeout_minutes" in said.read_text()
 
 
@@ -306,7 +311,7 @@ def test_a_loss_that_is_no_number_names_its_rows(nursery, flags, tmp_path):
     broken.get_input_embeddings().weight.data[spoilt] = torch.nan
     broken.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "model")
-    rows = ["", "{", ""] + [json.dumps(dict(instruction=str(n), output="~" if n == 9 else "x")) for n in range(4, 28)]
+    rows = ["", "{", ""] + [json.dumps(dict(instruction=str(n), output="~" if n == 9 else "x")) for n in range(4, 29)]
     rows[3] = json.dumps(dict(instruction="4", output=1))
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     places = ("--model_name", str(tmp_path / "model"), "--dataset", str(tmp_path / "rows.jsonl"))
