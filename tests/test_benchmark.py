@@ -132,7 +132,7 @@ def test_another_commit(repository, tmp_path, capsys, monkeypatch, commit, found
     and the user's files and index are as they were, also where a hook's variables point elsewhere."""
     look = lambda: [repository(*words) for words in (("status", "--porcelain=v2", "--branch"), ("diff",), ("worktree", "list"))]
     before = look()
-    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "another"))
     for equal in (False, True):
         try:
             benchmark.main(against_commit=commit, equal=equal, steps=3, warmup=1, rounds=1)
@@ -142,7 +142,7 @@ def test_another_commit(repository, tmp_path, capsys, monkeypatch, commit, found
         said = capsys.readouterr().out
         assert code == int(equal and found != "none") and said.endswith(f"first difference: {found}\n")
         assert f"| | train.py | {commit} | ratio |" in said and "| tokens/s | 4.00 | 4.00 | 1.00 |" in said
-    monkeypatch.delenv("GIT_INDEX_FILE")
+    monkeypatch.delenv("GIT_DIR")
     assert look() == before and before[2].count("\n") == 1 and before[0].count("edited") == 1
     assert not list((tmp_path / "temporary").iterdir()) and not (tmp_path / "hooked").exists()
 
