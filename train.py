@@ -849,8 +849,9 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
     for epoch, windows in epochs(training, held, total):
         for window, prepared in metrics.waiting(prefetch(windows, prepare, 2)):
             tick()
-            batches, counts = zip(*((data.sent(made, runtime.device), count) for made, count in prepared))
-            counted, asked, statuses = runtime.gather(sum(counts), stops.asked, saver.status).unbind(1)
+            batches = [data.sent(made, runtime.device) for made, _ in prepared]
+            mine = sum(count for _, count in prepared)
+            counted, asked, statuses = runtime.gather(mine, stops.asked, saver.status).unbind(1)
             supervised, stop = int(counted.sum()), int(asked.max())
             saver.settle(statuses.tolist())
             lr, step = training.schedule.get_last_lr()[0], training.step + 1
@@ -950,7 +951,7 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
 
 # ------------------------------------------------------------------------------------------------------- main
 
-def fail(error: BaseException, rank: int, own_file: bool) -> None:
+def fail(error: BaseException, rank: int, own_file: bool = False) -> None:
     """Says what happened and ends this process at once; the launcher then ends the others.
 
     A rank that only lost a peer waits first: the launcher ends it, and the cause is what the person reads.
@@ -964,10 +965,9 @@ def fail(error: BaseException, rank: int, own_file: bool) -> None:
     if theirs:
         print(f"train.py: error: {error}", file=sys.stderr)
     else:
-        waited = (f"rank {rank} waited for the others longer than --timeout_minutes; with --error_dir each "
-                  "writes where it stood") * ("Timed out" in str(error))  # last: the launcher shows the end
-        text = "".join(traceback.format_exception(error))
-        print(f"rank {rank} failed:\n{text}{waited}", file=sys.stderr)
+        late = "Timed out" in str(error)
+        waited = f"rank {rank} waited for the others longer than --timeout_minutes" * late
+        print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}{waited}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(seconds if own_file else 0)

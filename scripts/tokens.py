@@ -218,10 +218,10 @@ def build(rows: Iterable[tuple[str, object]], render: Callable[[dict], Text], to
     fitted = []
     texts = _texts(rows, render, facts if skip_bad_rows else None)
     while piece := list(islice(texts, PIECE)):
-        places, piece = zip(*piece)
+        places, rendered = zip(*piece)
         facts["counted"] = places[0].rpartition(" ")[0].rpartition(" ")[2]
         found = [_fit(*pair, context_length, truncation, tokenizer.bos_token_id)
-                 for pair in _encode(piece, tokenizer)]
+                 for pair in _encode(rendered, tokenizer)]
         kept = [(*pair, int(place.rpartition(" ")[2])) for place, pair in zip(places, found)
                 if pair and pair[1][1:].any()]
         facts["dropped"] += len(found) - len(kept)
@@ -245,7 +245,7 @@ def _texts(rows, render, skipped: dict | None) -> Iterator[tuple[str, Text]]:
             skipped.update(skipped=skipped["skipped"] + 1, problem=skipped["problem"] or problem)
 
 
-def _encode(texts: list[Text], tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _encode(texts: Sequence[Text], tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(ids, mask) of each text, tokenised whole and masked by positions: the parts by themselves can give
     other ids. A token that reaches from a prompt into an answer carries part of the answer and is supervised.
     """
