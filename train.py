@@ -954,8 +954,8 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
 def fail(error: BaseException, rank: int, own_file: bool = False) -> None:
     """Says what happened and ends this process at once; the launcher then ends the others.
 
-    A rank that only lost a peer waits first: the launcher ends it, and the cause is what the person reads.
-    Where each rank has an `own_file` for its errors it speaks, and then waits.
+    A rank that only lost a peer waits first (or, where each has an `own_file` for its errors, after it has
+    spoken): the launcher ends it, and the cause is what the person reads.
     """
     lost_peer = isinstance(error, dist.DistError) or "by peer" in str(error)
     disk = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
