@@ -965,9 +965,8 @@ def fail(error: BaseException, rank: int, own_file: bool = False) -> None:
     if theirs:
         print(f"train.py: error: {error}", file=sys.stderr)
     else:
-        late = "Timed out" in str(error)
-        waited = f"rank {rank} waited for the others longer than --timeout_minutes" * late
-        print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}{waited}", file=sys.stderr)
+        end = f"rank {rank} waited for the others longer than --timeout_minutes" * ("Timed out" in str(error))
+        print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}{end}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(seconds if own_file else 0)
