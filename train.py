@@ -8,7 +8,7 @@
 Read it top to bottom: tables, configuration, runtime, loss, model, sharding and loading, step, saving,
 training loop, main. Each section uses only what stands above it. In a hurry: `run` is a run in 30 lines,
 `train` the loop, `train_step` one step, `build` and `load` make the sharded model. What is beside the
-training path is in scripts/, by name; README says what is in which file.
+training path is in scripts/, by name; docs/code.md says what is in which file.
 """
 import contextlib
 import dataclasses
