@@ -21,7 +21,6 @@ import logging
 import math
 import os
 import shutil
-import signal
 import sys
 import time
 import traceback
@@ -872,7 +871,7 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
                 saver.finish()
                 kept = "which is saved; --resume auto goes on from there" if saver.newest == step else \
                     "which could not be saved"
-                metrics.show(f"{signal.Signals(stop).name}: stopped after step {step}, {kept}")
+                metrics.show(f"{launcher.name_of(stop)}: stopped after step {step}, {kept}")
                 return False
     saver.finish()
     return True
@@ -927,7 +926,7 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
     if runtime.main:
         open_output(config, training.step, content)
         logs.introduce(config, training.model.facts, folder, held, runtime, total)
-        vocabulary.warn(training.model.module, folder, held)
+        vocabulary.warn(training.model.module, folder, held, bool(config.type.adapter), logs.say)
         state.introduce(config, path, saved)
     start = time.perf_counter()
     metrics = logs.Metrics(config, runtime, total, content, training.step, saved.get("logger"))

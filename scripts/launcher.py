@@ -25,7 +25,9 @@ from scripts.places import Place
 # The process that has looked at flags, files and devices for the ranks that it has started: its number.
 CHECKED = "QSHARD_CHECKED"
 STOPPED, NODE_LOST, AT_ONCE = 75, 76, 130
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# What ranks get for a Ctrl-C: where they still import, SIGINT would print a traceback.
+CTRL_C = signal.SIGUSR2
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, CTRL_C)
 
 
 def handle(action) -> None:
@@ -33,6 +35,11 @@ def handle(action) -> None:
     for number in SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, action)
+
+
+def name_of(number: int) -> str:
+    """What the person did, or which signal came."""
+    return "Ctrl-C" if number in (signal.SIGINT, CTRL_C) else signal.Signals(number).name
 
 
 # ----------------------------------------------------------------------------------------------- in each rank
@@ -247,11 +254,15 @@ def launch(script: str, argv: list[str], place: Place, problems=(), error_dir: s
             os._exit(AT_ONCE)
         asked.append(number)
         if ranks:
-            ranks.signal(signal.SIGTERM if number == signal.SIGINT else number)
+            ranks.signal(CTRL_C if number == signal.SIGINT else number)
+        os.write(2, f"\n{name_of(number)}: stopping; a step that has begun is ended and saved (a Ctrl-C now "
+                    "stops at once)\n".encode())  # print is not safe inside a handler
     handle(pass_on)
     nodes = Nodes(place)
     try:
         nodes.agree(list(problems), asked)
+        if sys.stdout.isatty():  # they import for seconds before they say anything
+            print(f"start   {place.local_world} process{'es' * (place.local_world > 1)}", flush=True)
         ranks = Ranks(script, argv, place, nodes.store.port, error_dir)
         if asked:  # while they were being started
             ranks.end(0)

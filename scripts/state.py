@@ -66,7 +66,7 @@ def candidates(config) -> list[Path]:
 
 
 def check(config) -> list[str]:
-    """Problems between --resume and the disk, from file names alone."""
+    """Problems between --resume and the disk, from file names and run.json alone."""
     paths = candidates(config)
     if not config.resume and (old := found(config.output_dir)):
         return [f"--output_dir {config.output_dir}: holds {old[0].name} of an earlier run; --resume auto "
@@ -75,7 +75,20 @@ def check(config) -> list[str]:
         near = ", ".join(map(str, found(paths[0]) or found(paths[0].parent)))
         return [f"--resume {config.resume}: no checkpoint (no state.json in it)"
                 + (f"; there are {near}" if near else "")]
+    if config.resume == "auto" and not paths and not config.overwrite_output_dir and is_finished(config):
+        return [f"--resume auto: {config.output_dir} holds the result of a run that has ended, and no "
+                "checkpoint to go on from; choose another --output_dir, or --overwrite_output_dir true for a "
+                "new run there"]
     return []
+
+
+def is_finished(config) -> bool:
+    """Whether the output folder has the summary that a run writes at its end."""
+    file = Path(config.output_dir).expanduser() / "run.json"
+    try:
+        return "summary" in json.loads(file.read_text())
+    except (OSError, ValueError):
+        return False
 
 
 def differences(old: dict, config) -> tuple[dict, dict]:

@@ -130,7 +130,7 @@ def sections(name: str, texts: dict[str, str]) -> list[str]:
     """Pages and headings under which a flag is told, most telling first."""
     counts: dict[str, int] = {}
     for page, whole in texts.items():
-        parts = re.split(r"^## +(.+)$", whole, flags=re.M)
+        parts = re.split(r"^##? +(.+)$", whole, flags=re.M)  # a page may have its title only
         counts |= {f"{page}: {title}": len(re.findall(rf"--{name}\b", text))
                    for title, text in zip(parts[1::2], parts[2::2])}
     return sorted((title for title, count in counts.items() if count), key=lambda title: -counts[title])

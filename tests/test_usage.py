@@ -45,6 +45,7 @@ def test_help_of_one_flag():
     text = usage.text_for(["--help", "--train-type", "resume"])
     for part in ("--train_type TEXT", "one of: full, lora", "default: qlora", "--resume TEXT", "Long runs"):
         assert part in text
+    assert "docs/data.md: Data" in usage.text_for(["--help", "packing"])  # a page without sections
     assert "  --lr " not in text and "must be at least 2" in usage.text_for(["--help=context_length"])
     with pytest.raises(UserError, match="--help train_typ: there is no such flag; did you mean train_type"):
         usage.text_for(["--help", "train_typ"])
