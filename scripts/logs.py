@@ -35,11 +35,18 @@ WIDTH = 80  # columns of a terminal; files and pipes get whole lines
 TOGETHER = "\xa0"  # a space at which no line is folded
 
 
+def line(text: str) -> None:
+    """Prints it, above a bar if one is drawn."""
+    tqdm = sys.modules.get("tqdm")
+    (tqdm.tqdm.write if tqdm else print)(text)
+    sys.stdout.flush()
+
+
 def say(label: str, text: str) -> None:
     """One line of the run's report: a label of up to eight letters, and the rest; on a terminal folded."""
     if sys.stdout.isatty():
         text = textwrap.fill(text, WIDTH - 8, break_long_words=False, break_on_hyphens=False)
-    print(f"{label:<8}" + text.replace("\n", "\n" + " " * 8).replace(TOGETHER, " "), flush=True)
+    line(f"{label:<8}" + text.replace("\n", "\n" + " " * 8).replace(TOGETHER, " "))
 
 
 def say_command(label: str, *parts: str) -> None:

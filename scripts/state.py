@@ -373,8 +373,8 @@ class Saver:
         if self.runtime.main:
             shutil.rmtree(self.part(), ignore_errors=True)
             last = next(iter(found(self.folder)), None)
-            print(f"save    checkpoint-{self.step} failed, training goes on; the last one is {last} "
-                  f"({'; '.join(filter(None, texts))})", flush=True)
+            logs.say("save", f"checkpoint-{self.step} failed, training goes on; the last one is {last} "
+                             f"({'; '.join(filter(None, texts))})")
 
     def commit(self) -> None:
         """Gives the folder its name, and removes the oldest beyond --keep_checkpoints."""
@@ -385,7 +385,7 @@ class Saver:
                 gone = old.rename(self.folder / f".{old.name}.old")
                 self.pool.submit(shutil.rmtree, gone, ignore_errors=True)  # large files take their time
         except OSError as error:
-            print(f"save    checkpoint-{self.step}: {error}", flush=True)
+            logs.say("save", f"checkpoint-{self.step}: {error}")
 
     def finish(self) -> None:
         """Waits until the checkpoint that is being written is there, or is given up. Collective."""
