@@ -8,7 +8,7 @@
 Read it top to bottom: tables, configuration, runtime, loss, model, sharding and loading, step, saving,
 training loop, main. Each section uses only what stands above it. In a hurry: `run` is a run in 30 lines,
 `train` the loop, `train_step` one step, `build` and `load` make the sharded model. What is beside the
-training path is in scripts/, by name; README says what is in which file.
+training path is in scripts/, by name; docs/code.md says what is in which file.
 """
 import contextlib
 import dataclasses
@@ -929,7 +929,7 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
     if runtime.main:
         open_output(config, training.step, content)
         logs.introduce(config, training.model.facts, folder, held, runtime, total)
-        vocabulary.warn(training.model.module, folder, held)
+        vocabulary.warn(training.model.module, folder, held, bool(config.type.adapter), logs.say)
         state.introduce(config, path, saved)
     start = time.perf_counter()
     metrics = logs.Metrics(config, runtime, total, content, training.step, saved.get("logger"))

@@ -116,8 +116,7 @@ def check_output(name: str, overwrite: bool) -> list[str]:
         return problems
     folder = Path(name).expanduser()
     if name and not overwrite and folder.is_dir() and any(folder.iterdir()):
-        return [f"--output_dir {name}: not empty; choose another, or pass --overwrite_output_dir true, or "
-                f"--resume auto to go on from a checkpoint in it"]
+        return [f"--output_dir {name}: not empty; choose another, or pass --overwrite_output_dir true"]
     return []
 
 
@@ -141,8 +140,9 @@ def find_folder(name: str | None) -> Path:
     try:
         folder = Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # gated, misspelt, offline: a dozen types, all with a readable first line
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--model_name {name}: no such folder here, and the hub gave: {reason}") from error
+        reason = str(error).strip().splitlines()[0].removeprefix("Got: ")
+        raise UserError(f"--model_name {name}: no such folder here, and the hub gave: {reason}; "
+                        f"a folder with config.json and *.safetensors does as well") from error
     if problems := check_folder(str(folder)):
         raise UserError(problems[0])
     return folder

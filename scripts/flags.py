@@ -16,6 +16,17 @@ from pathlib import Path
 from typing import Callable, get_args
 
 
+# What other trainers and adapter libraries call a flag: never taken, only to say which one is meant.
+ELSEWHERE = dict(
+    learning_rate="lr", weight_decay="wd", optim="optimizer", max_grad_norm="grad_norm", epochs="num_epochs",
+    num_train_epochs="num_epochs", steps="max_steps", lr_scheduler_type="lr_scheduler", bf16="precision",
+    fp16="precision", per_device_train_batch_size="batch_size", max_length="context_length",
+    max_seq_length="context_length", data="dataset", data_path="dataset", base_model="model_name",
+    model_name_or_path="model_name", r="lora_rank", lora_r="lora_rank", load_in_4bit="train_type",
+    gradient_checkpointing="use_gradient_checkpointing", torch_compile="compile", report_to="log_to",
+    resume_from_checkpoint="resume", nproc_per_node="world_size")
+
+
 class UserError(Exception):
     """Something the person can mend: printed as one message, without a traceback."""
 
@@ -65,6 +76,13 @@ def closest(name: str, known, count: int = 1) -> str:
     return f"did you mean {', '.join(found)}? " if found else ""
 
 
+def meant(name: str, names: list[str], count: int = 1) -> str:
+    """The same for a flag that there is not: by what others call it, by how it begins, or by its looks."""
+    begin = [known for known in names if known.startswith(name + "_")]
+    sure = [ELSEWHERE[name]] if ELSEWHERE.get(name) in names else begin if len(begin) == 1 else []
+    return f"did you mean {sure[0]}? " if sure else closest(name, names, count)
+
+
 def make_parser(config: type, problems: list[str]):
     """An argparse parser; scripts/usage.py answers --help."""
     parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
@@ -87,10 +105,10 @@ def unknown_flags(rest: list[str], names: list[str]) -> list[str]:
     for before, text in zip(["", *rest], rest):
         if text.startswith("--"):
             flag = text.split("=")[0]
-            hint = closest(flag[2:], names).replace("mean ", "mean --").rstrip()
+            hint = meant(flag[2:], names).replace("mean ", "mean --").rstrip()
             found.append(f"unknown flag {flag}" + (f" ({hint})" if hint else ""))
         elif not before.startswith("--"):
-            found.append(f"unexpected argument {text!r}")
+            found.append(f"unexpected argument {text!r}; flags are written --flag value")
     return found
 
 

@@ -212,6 +212,8 @@ def main(
         rows, chat = load(eval) if eval else [], chat or trained_on_chats(adapter)
         base = base and _present(base, "--base")
         source = locate(adapter, base, trust_remote_code)
+        if sys.stderr.isatty():
+            print(f"loading {source.model}" + (f" and {adapter}" if source.adapter else ""), file=sys.stderr)
         with quiet():
             if eval:
                 evaluate(source, base, rows, chat, max_new_tokens, show)

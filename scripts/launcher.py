@@ -42,6 +42,11 @@ def handle(action) -> None:
             signal.signal(number, action)
 
 
+def name_of(number: int) -> str:
+    """What the person did, or which signal came."""
+    return "Ctrl-C" if number in (signal.SIGINT, INTERRUPT) else signal.Signals(number).name
+
+
 # ----------------------------------------------------------------------------------------------- in each rank
 
 class Stops:
@@ -59,10 +64,6 @@ class Stops:
         if self.at_once or (number == signal.SIGINT and self.asked):
             os._exit(STOPPED if self.at_once else AT_ONCE)
         self.asked = signal.SIGINT if number == INTERRUPT else number
-
-
-def name_of(number: int) -> str:
-    return "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def record_collectives(error_dir: str | None) -> None:
@@ -270,11 +271,15 @@ def launch(script: str, argv: list[str], place: Place, problems=(), error_dir: s
         asked.append(number)
         if ranks:
             ranks.signal(INTERRUPT if number == signal.SIGINT else number)
+        os.write(2, f"\n{name_of(number)}: stopping; a step that has begun is ended and saved (a Ctrl-C now "
+                    "stops at once)\n".encode())  # print is not safe inside a handler
     handle(pass_on)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # ranks inherit that, until they can answer it
     nodes = Nodes(place)
     try:
         nodes.agree(list(problems), asked)
+        if sys.stdout.isatty():  # they import for seconds before they say anything
+            print(f"start   {place.local_world} process{'es' * (place.local_world > 1)}", flush=True)
         ranks = Ranks(script, argv, place, nodes.store.port, error_dir)
         signal.signal(signal.SIGUSR2, lambda number, frame: ranks.signal(number))
         if asked:  # while they were being started

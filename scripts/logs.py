@@ -31,13 +31,21 @@ class Flags:
 
 
 WIDTH = 80  # columns of a terminal; files and pipes get whole lines
+TOGETHER = "\xa0"  # a space at which no line is folded
+
+
+def line(text: str) -> None:
+    """Prints it, above a bar if one is drawn."""
+    tqdm = sys.modules.get("tqdm")
+    (tqdm.tqdm.write if tqdm else print)(text)
+    sys.stdout.flush()
 
 
 def say(label: str, text: str) -> None:
     """One line of the run's report: a label of up to eight letters, and the rest; on a terminal folded."""
     if sys.stdout.isatty():
         text = textwrap.fill(text, WIDTH - 8, break_long_words=False, break_on_hyphens=False)
-    print(f"{label:<8}" + text.replace("\n", "\n" + " " * 8), flush=True)
+    line(f"{label:<8}" + text.replace("\n", "\n" + " " * 8).replace(TOGETHER, " "))
 
 
 def say_command(label: str, *parts: str) -> None:
@@ -381,28 +389,30 @@ def introduce(config, facts: dict, folder: Path, held, runtime, total: int) -> N
     say("train", f"{config.train_type}: {trained / 1e6:.2f} M parameters ({part:.2%}){on}")
     counts = held.counts
     supervised, length = counts.supervised_tokens / counts.kept, counts.total_tokens / counts.kept
-    kept = f"{counts.kept} examples ({counts.truncated} cut), {counts.dropped} dropped"
-    say("data", f"{config.dataset}: {kept}, {supervised:.1f} of {length:.1f} tokens supervised each")
+    say("data", f"{config.dataset}: {counts.kept} examples of {length:.1f} tokens, {supervised:.1f} of them "
+                f"supervised; {counts.truncated} cut, {counts.dropped} dropped")
     if held.eval:
         say("eval", f"{config.eval_dataset or config.eval_fraction}: {len(held.eval)} examples")
-    examples = f"{config.batch_size} x {config.gradient_accumulation_steps} x {runtime.world}"
-    say("run", f"{runtime.world} process(es) on {runtime.device.type}, {config.sharding_strategy}, "
-               f"{config.precision}; {total} steps of {examples} examples")
+    each, more = config.batch_size, config.gradient_accumulation_steps
+    parts = f"{each} per process" + (f" x {more} micro-batches" if more > 1 else "")
+    say("run", f"{runtime.world} process{'es' * (runtime.world > 1)} on {runtime.device.type}, "
+               f"{config.sharding_strategy}, {config.precision}; {total} steps of "
+               f"{each * more * runtime.world} examples ({parts})")
     say("output", config.output_dir)
     if changed := changed_flags(config):
-        say("flags", changed)
+        say("flags", " ".join(flag.replace(" ", TOGETHER) for flag in changed))
     for text in cautions(config, facts, folder, max(held.lengths)):
         say("note", text)
     if config.verbose:
         show_structure(facts)
 
 
-def changed_flags(config) -> str:
-    """The flags that are not at their defaults, as they would be typed."""
+def changed_flags(config) -> list[str]:
+    """The flags that are not at their defaults, each as it would be typed."""
     pairs = [(spec, getattr(config, spec.name)) for spec in dataclasses.fields(config)]
     texts = {spec.name: str(value).lower() if isinstance(value, bool) else str(value)
              for spec, value in pairs if value != spec.default}
-    return " ".join(f"--{name} {shlex.quote(text)}" for name, text in texts.items())
+    return [f"--{name} {shlex.quote(text)}" for name, text in texts.items()]
 
 
 def cautions(config, facts: dict, folder: Path, longest: int) -> list[str]:
@@ -433,11 +443,14 @@ def show_structure(facts: dict) -> None:
 
 def finish(config, summary: dict) -> None:
     """What came out, and the command that tries it."""
+    done = summary["steps"] - summary.get("resumed_at", 0)
+    made = f" ({done} of them now)" if done < summary["steps"] else ""
+    speed = f", {summary['tokens_per_second']:.0f} tokens/s" if done else ""
     if summary["steps"]:
         losses = f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f}"
-        say("done", f"{summary['steps']} steps in {summary['seconds']:.0f} s, loss {losses}, "
-                    f"{summary['tokens']} tokens, {summary['tokens_per_second']:.0f} tokens/s, "
-                    f"peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB per process")
+        say("done", f"{summary['steps']} steps{made} in {summary['seconds']:.0f} s, loss {losses}, "
+                    f"{summary['tokens']} tokens{speed}, peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB "
+                    "per process")
     else:
         say("done", "no step was left to make")
     if "first_step_seconds" in summary:

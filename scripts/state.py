@@ -68,7 +68,7 @@ def candidates(config) -> list[Path]:
 
 
 def check(config) -> list[str]:
-    """Problems between --resume and the disk, from file names alone."""
+    """Problems between --resume and the disk, from file names and run.json alone."""
     paths = candidates(config)
     if not config.resume and (old := found(config.output_dir)):
         return [f"--output_dir {config.output_dir}: holds {old[0].name} of an earlier run; --resume auto "
@@ -77,7 +77,20 @@ def check(config) -> list[str]:
         near = ", ".join(map(str, found(paths[0]) or found(paths[0].parent)))
         return [f"--resume {config.resume}: no checkpoint (no state.json in it)"
                 + (f"; there are {near}" if near else "")]
+    if config.resume == "auto" and not paths and not config.overwrite_output_dir and is_finished(config):
+        return [f"--resume auto: {config.output_dir} holds the result of a run that has ended, and no "
+                "checkpoint to go on from; choose another --output_dir, or --overwrite_output_dir true for a "
+                "new run there"]
     return []
+
+
+def is_finished(config) -> bool:
+    """Whether the output folder has the summary that a run writes at its end."""
+    file = Path(config.output_dir).expanduser() / "run.json"
+    try:
+        return "summary" in json.loads(file.read_text())
+    except (OSError, ValueError):
+        return False
 
 
 def differences(old: dict, config) -> tuple[dict, dict]:
@@ -374,8 +387,8 @@ class Saver:
         if self.runtime.main:
             shutil.rmtree(self.part(), ignore_errors=True)
             last = next(iter(found(self.folder)), None)
-            print(f"save    checkpoint-{self.step} failed, training goes on; the last one is {last} "
-                  f"({'; '.join(filter(None, texts))})", flush=True)
+            logs.say("save", f"checkpoint-{self.step} failed, training goes on; the last one is {last} "
+                             f"({'; '.join(filter(None, texts))})")
 
     def commit(self) -> None:
         """Gives the folder its name, and removes the oldest beyond --keep_checkpoints."""
@@ -386,7 +399,7 @@ class Saver:
                 gone = old.rename(self.folder / f".{old.name}.old")
                 self.pool.submit(shutil.rmtree, gone, ignore_errors=True)  # large files take their time
         except OSError as error:
-            print(f"save    checkpoint-{self.step}: {error}", flush=True)
+            logs.say("save", f"checkpoint-{self.step}: {error}")
 
     def finish(self) -> None:
         """Waits until the checkpoint that is being written is there, or is given up. Collective."""

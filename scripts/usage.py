@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from scripts.flags import UserError, closest, option, type_of
+from scripts.flags import UserError, meant, option, type_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train.py"
@@ -131,7 +131,7 @@ def sections(name: str, texts: dict[str, str]) -> list[str]:
     """Pages and headings under which a flag is told, most telling first."""
     counts: dict[str, int] = {}
     for page, whole in texts.items():
-        parts = re.split(r"^## +(.+)$", whole, flags=re.M)
+        parts = re.split(r"^##? +(.+)$", whole, flags=re.M)  # a page may have its title only
         counts |= {f"{page}: {title}": len(re.findall(rf"--{name}\b", text))
                    for title, text in zip(parts[1::2], parts[2::2])}
     return sorted((title for title, count in counts.items() if count), key=lambda title: -counts[title])
@@ -162,7 +162,7 @@ def help_of(words: list[str], config: type, groups: dict[str, str], description:
     texts = pages()
     for name in wanted:
         if name not in specs:
-            raise UserError(f"--help {name}: there is no such flag; {closest(name, list(specs), 3)}"
+            raise UserError(f"--help {name}: there is no such flag; {meant(name, list(specs), 3)}"
                             "train.py --help lists all")
     return "\n\n".join(story(*specs[name], texts) for name in wanted)
 
@@ -176,7 +176,13 @@ BASH = """# Completion of train.py's flags and their values; now and in ~/.{shel
   COMPREPLY=()
   [[ " ${{COMP_WORDS[*]}} " == *train.py\\ * ]] || return 0
   if [[ "$word" == "=" ]]; then word=""
-  elif [[ "$before" == "=" ]]; then before="${{COMP_WORDS[COMP_CWORD-2]}}"; fi
+  elif [[ "$before" == "=" ]]; then before="${{COMP_WORDS[COMP_CWORD-2]}}"
+  elif [[ "$before" == "@" || "$word" == @?* ]]; then  # in bash a word ends at @
+    local at="" file
+    [[ "$word" == @* ]] && at="@"
+    for file in "${{word#@}}"*; do [[ -e "$file" ]] && COMPREPLY+=("$at$file"); done
+    return 0
+  fi
   case "$before" in
 {values}
     *) [[ "$word" == -* ]] && COMPREPLY=($(compgen -W "{flags}" -- "$word")) ;;

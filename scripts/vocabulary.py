@@ -3,6 +3,7 @@ one has trained yet."""
 import json
 import re
 from pathlib import Path
+from typing import Callable
 
 from scripts.flags import UserError
 
@@ -137,9 +138,9 @@ def untrained(rows, usual) -> list[int]:
     return [i for i, small in enumerate((norms < limit) | same) if small]
 
 
-def warn(module, folder: Path, held, say=print) -> None:
-    """Names the control tokens of the data whose embeddings look untrained and stay frozen. Reads a few dozen
-    rows."""
+def warn(module, folder: Path, held, adapter: bool, say: Callable) -> None:
+    """Names, through say(label, text), the control tokens of the data whose embeddings look untrained and
+    stay frozen. Reads a few dozen rows. `adapter`: the train type can train them beside one."""
     import numpy as np
     import torch
 
@@ -161,5 +162,5 @@ def warn(module, folder: Path, held, say=print) -> None:
         return torch.cat([stored.rows(name, i, i + 1).float() for i in chosen])
     usual = rows(plain[::max(1, len(plain) // 32)][:32] or used)
     if found := [str(added[used[i]]) for i in untrained(rows(used), usual)]:
-        say(f"warning the data use {', '.join(found)}, whose embeddings look untrained and are frozen; "
-            f"--train_embeddings true trains them", flush=True)
+        say("warning", f"the data have {', '.join(found)}, whose embeddings look untrained and are frozen"
+            + "; --train_embeddings true trains them" * adapter)

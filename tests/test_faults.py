@@ -158,14 +158,16 @@ def test_killed_at_random_moments(nursery, flags, undisturbed, tmp_path):
 @pytest.mark.parametrize("whom", ["launcher", "rank"])
 def test_signals(nursery, flags, undisturbed, tmp_path, number, whom):
     """Documented code 75, the step saved, and the run goes on to the same end."""
-    log_start = nursery.log.stat().st_size
     pids = nursery.start(flags(tmp_path, "--save_steps", "-1"))
+    log_start = nursery.log.stat().st_size
     while not (tmp_path / "metrics.jsonl").exists() or len(losses(tmp_path)) < 5:
         time.sleep(0.01)
     os.kill(pids[0] if whom == "launcher" else pids[2], number)
     assert nursery.end() == 75 and 5 <= newest(tmp_path) == losses(tmp_path)[-1][0] < STEPS
-    name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else number.name
-    assert f"{name}: stopped after step {newest(tmp_path)}, " in nursery.log.read_text()[log_start:]
+    said = nursery.log.read_text()[log_start:]  # what the person did, and who takes it says so at once
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert f"{name}: stopped after step {newest(tmp_path)}, which is saved" in said
+    assert (f"{name}: stopping; " in said) == (whom == "launcher") and train.launcher.INTERRUPT.name not in said
     nursery.start(flags(tmp_path, "--save_steps", "20"))
     assert nursery.end() == 0
     assert losses(tmp_path) == losses(undisturbed)

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import train
 from frozen_flags import FILE, compared, lines
-from scripts.flags import option
+from scripts.flags import ELSEWHERE, option
 from train import Config, UserError, parse
 
 ROOT = Path(train.__file__).parent
@@ -154,8 +154,15 @@ def test_a_missing_package_is_named_for_every_type_that_needs_it(monkeypatch, pa
             quick(*flags)
 
 
+def test_names_of_others_lead_to_flags_that_there_are():
+    names = {spec.name for spec in dataclasses.fields(Config)}
+    assert set(ELSEWHERE.values()) <= names and not names & set(ELSEWHERE)
+
+
 BAD = {  # flags -> what the message must contain
     "--trian_type qlora": "unknown flag --trian_type (did you mean --train_type?)",
+    "--learning_rate 1e-4": "unknown flag --learning_rate (did you mean --lr?)",  # what others call it
+    "--model llama": "unknown flag --model (did you mean --model_name?)",  # how it begins
     "--zzzzz 1": "unknown flag --zzzzz",
     "stray": "unexpected argument 'stray'",
     "--train_type qlorra": "--train_type qlorra: did you mean qlora?",

@@ -514,10 +514,19 @@ def test_the_commit_says_whether_files_were_edited(tmp_path, monkeypatch):
 
 def test_flags_that_are_not_defaults_can_be_typed_again():
     argv = ["--dataset", "my data.jsonl", "--packing", "--lr", "1e-3", "--use_rslora", "false", "--batch-size=8"]
-    said = logs.changed_flags(train.parse(argv))
+    said = " ".join(logs.changed_flags(train.parse(argv)))
     assert said == "--dataset 'my data.jsonl' --packing true --batch_size 8 --lr 0.001"
     assert train.parse(shlex.split(said)) == train.parse(argv)
-    assert logs.changed_flags(train.Config()) == ""
+    assert logs.changed_flags(train.Config()) == []
+
+
+def test_a_flag_and_its_value_are_not_folded_apart(capsys, monkeypatch):
+    monkeypatch.setattr(logs.sys.stdout, "isatty", lambda: True, raising=False)
+    flags = [f"--flag_{i} {'x' * i}" for i in range(1, 24)]
+    logs.say("flags", " ".join(flag.replace(" ", logs.TOGETHER) for flag in flags))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 3 and max(map(len, lines)) <= 80 and all(line[8:].startswith("--") for line in lines)
+    assert " ".join(line[8:] for line in lines).split() == " ".join(flags).split()
 
 
 # ------------------------------------------------------------------------------------------------------ 80 columns
@@ -555,6 +564,10 @@ def test_the_last_lines_fold_on_a_terminal_only(capsys, monkeypatch):
         'try     python scripts/generate.py --adapter a_folder_whose_name_is_quite_long/and_deep --prompt "',
     ):
         assert part in plain
+    for done, part in ((70, "done    75 steps (5 of them now) in 123 s, loss 2.500 -> 0.500, 9876 tokens, 80 tokens/s"),
+                       (75, "done    75 steps (0 of them now) in 123 s, loss 2.500 -> 0.500, 9876 tokens, peak")):
+        logs.finish(config, SUMMARY | dict(resumed_at=done))
+        assert part in capsys.readouterr().out
     monkeypatch.setattr(logs.sys.stdout, "isatty", lambda: True, raising=False)
     logs.finish(config, SUMMARY)
     folded = capsys.readouterr().out

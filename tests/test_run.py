@@ -86,7 +86,7 @@ def test_a_run_and_what_it_leaves(models, dataset, tmp_path):
         "model   ",
         "train   qlora",
         "data    ",
-        "2 process(es)",
+        "2 processes on cpu",
         f"--model_name {models('llama')} --dataset {dataset} --output_dir {output} --lora_rank 4 --batch_size 5 "
         "--num_epochs 2 --lr 0.01 --precision fp32",
         "done    4 steps",
@@ -146,10 +146,10 @@ def test_torchrun_seed_and_wandb(models, dataset, tmp_path):
 
 def test_world_sizes_are_obeyed(models, dataset, tmp_path):
     done = run(models("llama"), dataset, tmp_path / "1", "--world_size", "1", "--max_steps", "1")
-    assert done.returncode == 0 and "1 process(es)" in done.stdout, done.stderr
+    assert done.returncode == 0 and "1 process on cpu" in done.stdout, done.stderr
     env = environment(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     done = run(models("llama"), dataset, tmp_path / "2", "--max_steps", "1", env=env)
-    assert done.returncode == 0 and "1 process(es)" in done.stdout, done.stderr
+    assert done.returncode == 0 and "1 process on cpu" in done.stdout, done.stderr
     done = run(models("llama"), dataset, tmp_path / "3", "--world_size", "3", env=env)
     assert done.returncode == 2 and "--world_size 3, but WORLD_SIZE 1" in done.stderr
 

@@ -45,6 +45,7 @@ def test_help_of_one_flag():
     text = usage.text_for(["--help", "--train-type", "resume"])
     for part in ("--train_type TEXT", "one of: full, lora", "default: qlora", "--resume TEXT", "Long runs"):
         assert part in text
+    assert "docs/data.md: Data" in usage.text_for(["--help", "packing"])  # a page without sections
     assert "  --lr " not in text and "must be at least 2" in usage.text_for(["--help=context_length"])
     with pytest.raises(UserError, match="--help train_typ: there is no such flag; did you mean train_type"):
         usage.text_for(["--help", "train_typ"])
@@ -83,7 +84,7 @@ def complete(line: str, shell: str = "bash") -> list[str]:
     words = line.split(" ")
     asked = f"COMP_WORDS=({' '.join(repr(w) for w in words)}); COMP_CWORD={len(words) - 1}; _qshard; "
     script = usage.completion("bash", train.Config) + asked + 'echo "${COMPREPLY[@]}"'
-    return subprocess.run([shell, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    return subprocess.run([shell, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
 
 
 def test_completion_in_bash():
@@ -93,6 +94,9 @@ def test_completion_in_bash():
     assert complete("python train.py --packing ") == ["true", "false"]
     assert complete("python train.py --context_length ") == ["512"]
     assert complete("python train.py --model_name ./") == []  # files
+    assert complete("python train.py @ scripts/exam") == ["scripts/example_flags.txt"]  # as bash splits it
+    assert complete("python train.py @scripts/exam") == ["@scripts/example_flags.txt"]  # as zsh does
+    assert complete("python train.py @scripts/none") == []
     assert complete("python other.py --train_ty") == []
     assert {f"--{name}" for name in NAMES} <= set(complete("python train.py --"))
     assert complete("python train.py --help train_ty") == ["train_type"]

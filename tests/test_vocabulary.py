@@ -198,9 +198,11 @@ def test_untrained_tokens_are_named(models, tmp_path, file, change, named):
     module, said = train.empty_model(folder, torch.float32), []
     module.requires_grad_(change == "trained")
     held = held_of("<|im_start|>two plus two<|im_end|>", file)
-    vocabulary.warn(module, folder, held, lambda text, flush: said.append(text))
-    assert len(said) == bool(named)
-    if named:
-        assert f"the data use {', '.join(named)}, whose" in said[0] and "--train_embeddings true" in said[0]
+    for adapter in (True, False):
+        vocabulary.warn(module, folder, held, adapter, lambda label, text: said.append((label, text)))
+    assert len(said) == 2 * bool(named)
+    for (label, text), adapter in zip(said, (True, False)):  # only beside an adapter there is such a flag
+        assert label == "warning" and f"the data have {', '.join(named)}, whose" in text
+        assert ("--train_embeddings true" in text) == adapter
     stored = checkpoint.Checkpoint(folder)
     assert stored.shape[ENDS[0]] == (303, 64)
