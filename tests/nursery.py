@@ -2,8 +2,8 @@
 the launcher would start as new interpreters. All else (launcher, ranks, signals, files) is the real thing.
 
 Reads one JSON list of flags per line from stdin, and writes "start <pid of the launcher> <pid of each rank>" and
-"end <exit code>" to stdout. A JSON object is a command with an environment of its own: `script`, `argv`, `env`,
-`out` and `err` (files for what it prints).
+"end <exit code>" to stdout. A JSON object is a command with an environment of its own: `script`, `argv`, `cwd`,
+`env`, `out` and `err` (files for what it prints).
 """
 
 import ctypes
@@ -30,7 +30,7 @@ import peft  # noqa: E402, F401
 import train  # noqa: E402
 from scripts import launcher  # noqa: E402
 
-WORLD = 2
+WORLD, TRAIN = 2, train.__file__
 
 
 def keep_stores() -> None:
@@ -56,7 +56,7 @@ class Forked:
             keep_stores()
             os.setsid()
             os.environ.update(env)
-            sys.exit(train.main(command[3:]))  # not os._exit: what dies badly in an interpreter's end must show
+            sys.exit(called(*command[2:]))  # not os._exit: what dies badly in an interpreter's end must show
         started.append(self.pid)
         if len(started) == WORLD:
             print("start", os.getpid(), *started, file=reports, flush=True)
@@ -79,14 +79,21 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def command(script: str, argv: list[str], env: dict[str, str], out: str, err: str) -> int:
+def called(script: str, *argv: str) -> int | None:
+    sys.argv = [script, *argv]
+    if script == TRAIN:
+        return train.main(list(argv))
+    runpy.run_path(script, run_name="__main__")
+
+
+def command(script: str, argv: list[str], cwd: str, env: dict[str, str], out: str, err: str) -> int:
     """The exit code of a script run in this process, as an interpreter would."""
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ.update(env)
-    sys.argv = [script, *argv]
+    os.chdir(cwd)
     try:
-        code = train.main(argv) if script == train.__file__ else runpy.run_path(script, run_name="__main__")
+        code = called(script, *argv)
     except SystemExit as ended:
         code = ended.code
     except BaseException:
@@ -94,7 +101,7 @@ def command(script: str, argv: list[str], env: dict[str, str], out: str, err: st
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    return code if isinstance(code, int) else 0 if code is None or isinstance(code, dict) else 1
+    return code if isinstance(code, int) else 0 if code is None else 1
 
 
 def serve() -> None:

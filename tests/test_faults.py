@@ -6,8 +6,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
@@ -16,44 +14,6 @@ import pytest
 import tiny
 
 KILLS, STEPS = 30, 40
-
-
-class Nursery:
-    """tests/nursery.py, and the run that it has under way."""
-
-    def __init__(self, log: Path):
-        self.log = log
-        log.touch()
-        env = os.environ | dict(NURSERY_LOG=str(log), OMP_NUM_THREADS="1")
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would be respected
-        command = [sys.executable, str(Path(__file__).parent / "nursery.py")]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
-
-    def start(self, flags: list[str]) -> list[int]:
-        """Starts a run. Returns the process ids of its launcher and its ranks."""
-        print(json.dumps(flags), file=self.process.stdin, flush=True)
-        word, *pids = self.process.stdout.readline().split()
-        assert word == "start", self.log.read_text()[-3000:]
-        return [int(pid) for pid in pids]
-
-    def end(self, seconds: float = 60) -> int:
-        """Waits for the end of the run. Returns its exit code; a run that does not end fails the test."""
-        alarm = threading.Timer(seconds, self.process.kill)
-        alarm.start()
-        word, code = self.process.stdout.readline().split() or ("nothing", "0")
-        alarm.cancel()
-        assert word == "end", f"still running after {seconds} s:\n{self.log.read_text()[-3000:]}"
-        return int(code)
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory):
-    made = Nursery(tmp_path_factory.mktemp("nursery") / "log")
-    yield made
-    made.process.stdin.close()
-    made.process.wait(20)
 
 
 @pytest.fixture(scope="module")
