@@ -17,7 +17,7 @@ class Nursery:
         self.log.touch()
         self.process = None
 
-    def order(self, what: list | dict) -> None:
+    def order(self, freezing: bool, **what) -> None:
         if self.process is None or self.process.poll() is not None:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would be respected
             self.process = subprocess.Popen(
@@ -28,11 +28,11 @@ class Nursery:
                 cwd="/",
                 env=os.environ | dict(NURSERY_LOG=str(self.log), OMP_NUM_THREADS="1"),
             )
-        print(json.dumps(what), file=self.process.stdin, flush=True)
+        print(json.dumps(dict(what, freezing=freezing)), file=self.process.stdin, flush=True)
 
-    def start(self, flags: list[str]) -> list[int]:
-        """Starts a run of two ranks. Returns the process ids of its launcher and its ranks."""
-        self.order(flags)
+    def start(self, flags: list[str], freezing: bool = False) -> list[int]:
+        """Starts a run of two ranks. Returns the process ids of its launcher and its ranks. `freezing`: see there."""
+        self.order(freezing, flags=flags)
         word, *pids = self.process.stdout.readline().split()
         assert word == "start", self.log.read_text()[-3000:]
         return [int(pid) for pid in pids]
@@ -49,8 +49,8 @@ class Nursery:
 
     def run(self, script: Path, *argv: str, cwd: Path = Path("/"), **env: str) -> subprocess.CompletedProcess:
         """A script of any kind, with its output, as subprocess.run gives it."""
-        order = dict(script=str(script), argv=argv, cwd=str(cwd), env=env, out=str(self.out), err=str(self.err))
-        self.order(order)
+        files = dict(out=str(self.out), err=str(self.err))
+        self.order(False, script=str(script), argv=argv, cwd=str(cwd), env=env, **files)
         return subprocess.CompletedProcess(argv, self.end(120), self.out.read_text(), self.err.read_text())
 
     def stop(self) -> None:

@@ -1,9 +1,11 @@
 """Runs of train.py that start in a tenth of a second: this process has imported everything, and forks what
 the launcher would start as new interpreters. All else (launcher, ranks, signals, files) is the real thing.
 
-Reads one JSON list of flags per line from stdin, and writes "start <pid of the launcher> <pid of each rank>" and
-"end <exit code>" to stdout. A JSON object is a command with an environment of its own: `script`, `argv`, `cwd`,
-`env`, `out` and `err` (files for what it prints).
+Reads one JSON object per line from stdin, and writes "start <pid of the launcher> <pid of each rank>" and "end
+<exit code>" to stdout. `flags` are those of a run of two ranks; else it is a command with an environment of its
+own: `script`, `argv`, `cwd`, `env`, `out` and `err` (files for what it prints). Unless `freezing`, ranks set no
+objects aside for their steps: they would take the libraries' objects back at the end, which this process has set
+aside, and to go through all of them in a fork, which copies them, takes longer than a short run.
 """
 
 import ctypes
@@ -106,16 +108,20 @@ def command(script: str, argv: list[str], cwd: str, env: dict[str, str], out: st
 
 def serve() -> None:
     launcher.subprocess = types.SimpleNamespace(Popen=Forked)
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
-        flags = json.loads(line)
+        order = json.loads(line)
         pid = os.fork()
-        if pid == 0 and isinstance(flags, dict):
-            os._exit(command(**flags))
+        if pid == 0 and not order.pop("freezing"):
+            train.gc = types.SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+        if pid == 0 and "script" in order:
+            os._exit(command(**order))
         if pid == 0:  # the launcher; its ranks end as interpreters do, it does not
             log = os.open(os.environ["NURSERY_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            os._exit(train.main([*flags, "--world_size", str(WORLD)]))
+            os._exit(train.main([*order["flags"], "--world_size", str(WORLD)]))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print("end", code, file=reports, flush=True)
 

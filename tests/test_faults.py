@@ -117,7 +117,7 @@ def test_repeated_runs_end_normally(nursery, flags, tmp_path):
     """Again and again: gloo's threads must not outlive what they use (QSHARD_REPEATS sets how often)."""
     for number in range(int(os.environ.get("QSHARD_REPEATS", 5))):
         log_start = nursery.log.stat().st_size
-        nursery.start(flags(tmp_path / str(number), "--max_steps", "1", "--train_type", "custom_qlora"))
+        nursery.start(flags(tmp_path / str(number), "--max_steps", "1", "--train_type", "custom_qlora"), freezing=True)
         assert nursery.end() == 0
         said = nursery.log.read_text()[log_start:]
         assert "terminate" not in said and "Abort" not in said and "Traceback" not in said, said
