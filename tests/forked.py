@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,13 +12,13 @@ class Nursery:
     """tests/nursery.py, started with the first command, and the run that it has under way."""
 
     def __init__(self, folder: Path):
+        folder.mkdir(exist_ok=True)
         self.log, self.out, self.err = (folder / name for name in ("log", "out", "err"))
         self.log.touch()
         self.process = None
 
     def order(self, freezing: bool, **what) -> None:
         if self.process is None or self.process.poll() is not None:
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would be respected
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).parent / "nursery.py")],
                 stdin=subprocess.PIPE,

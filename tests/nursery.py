@@ -107,6 +107,7 @@ def command(script: str, argv: list[str], cwd: str, env: dict[str, str], out: st
 
 
 def serve() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would be respected
     launcher.subprocess = types.SimpleNamespace(Popen=Forked)
     gc.collect()
     gc.freeze()

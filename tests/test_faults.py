@@ -7,11 +7,13 @@ import random
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import tiny
+from forked import Nursery
 
 KILLS, STEPS = 30, 40
 
@@ -68,12 +70,17 @@ def all_end(pids: list[int], seconds: float = 10) -> bool:
     return all(map(gone, pids))
 
 
-def test_killed_at_random_moments(nursery, flags, undisturbed, tmp_path):
-    """A rank or the launcher is killed, 30 times, from the first moment to the last, often during a save (there is
-    one every step). Checkpoints only ever grow newer, and each run that gets to its end is the undisturbed one."""
-    rng, kills, number, finished, inside = random.Random(1), 0, 0, 0, 0
-    while kills < KILLS:
-        folder = tmp_path / str(number)
+@pytest.fixture
+def another_nursery(tmp_path):
+    made = Nursery(tmp_path / "nursery")
+    yield made
+    made.stop()
+
+
+def kill_at_random_moments(nursery, flags, undisturbed, root, seed: int, wanted: int) -> None:
+    rng, kills, number, finished, inside = random.Random(seed), 0, 0, 0, 0
+    while kills < wanted:
+        folder = root / str(number)
         before = newest(folder) if folder.exists() else 0
         pids = nursery.start(flags(folder))
         if rng.random() < 0.7:  # from the start, or from inside training
@@ -97,6 +104,19 @@ def test_killed_at_random_moments(nursery, flags, undisturbed, tmp_path):
     assert nursery.end() == 0
     assert_undisturbed(folder, undisturbed)
     print(f"{kills} kills, {inside} during a save, {finished + 1} runs finished")
+
+
+def test_killed_at_random_moments(nursery, another_nursery, flags, undisturbed, tmp_path):
+    """A rank or the launcher is killed, 30 times, from the first moment to the last, often during a save (there is
+    one every step). Checkpoints only ever grow newer, and each run that gets to its end is the undisturbed one. Two
+    of these go on side by side, since each waits most of the time."""
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [
+            threads.submit(kill_at_random_moments, where, flags, undisturbed, tmp_path / f"seed-{seed}", seed, KILLS // 2)
+            for seed, where in enumerate((nursery, another_nursery), 1)
+        ]
+    for job in jobs:
+        job.result()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
