@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import time
+import types
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -365,16 +366,18 @@ class StopAfter:
         return signal.SIGTERM if self.mine and self.reads == self.step else 0
 
 
-def whole_run(runtime: train.Runtime, flags: dict, stop: int | None = None) -> dict:
-    """train.run itself: its exit code, what it printed, and the message of a UserError."""
+def whole_run(runtime: train.Runtime, flags: dict, stop: int | None = None, freezing: bool = False) -> dict:
+    """train.run itself: its exit code, what it printed, and the message of a UserError. Unless `freezing`, no object
+    is set aside: pool.py has set aside those of the libraries, and to take them back and search them for garbage
+    takes longer than the run."""
     printed, rank = io.StringIO(), runtime.world - 1
-    with contextlib.redirect_stdout(printed):
+    still = types.SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+    with contextlib.redirect_stdout(printed), mock.patch.object(train, "gc", gc if freezing else still):
         try:
             config = configuration(flags["model_name"], **flags)
             code, message = train.run(config, runtime, StopAfter(runtime, stop, rank)), None
         except train.UserError as error:
             code, message = 2, str(error)
-            gc.unfreeze()  # the process would end here
     return dict(code=code, printed=printed.getvalue(), message=message)
 
 
@@ -410,7 +413,7 @@ def garbage_of_steps(runtime: train.Runtime, flags: dict) -> list[tuple[int, int
     gc.unfreeze()  # as in a process of its own
     look()
     with mock.patch.object(train, "train_step", watched):
-        assert whole_run(runtime, flags)["code"] == 0
+        assert whole_run(runtime, flags, freezing=True)["code"] == 0
     look()
     return seen
 

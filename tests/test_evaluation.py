@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import tiny
 import train
 from reference import plain_base
-from test_run import rows, run
+from test_run import forked, rows
 
 
 PACKED = [("full", model, way) for model in ("llama", "qwen2", "gemma2") for way in ("auto", "eager", "one row")]
@@ -100,9 +100,10 @@ def test_evaluations_and_saves_are_left_out_of_the_next_steps_seconds(pool, mode
     assert pool.run(1, "clocks_set", flags) == [[0, 2, 3, 4, 5]]
 
 
-def test_a_run_with_packing_and_evaluation(models, tmp_path):
+def test_a_run_with_packing_and_evaluation(nursery, models, tmp_path):
     dataset, output = tiny.write_alpaca(tmp_path / "rows.jsonl", 40), tmp_path / "out"
-    done = run(
+    done = forked(
+        nursery,
         models("llama"),
         dataset,
         output,
@@ -135,9 +136,10 @@ def test_a_run_with_packing_and_evaluation(models, tmp_path):
     assert used > 0.5  # rows are filled: without packing there would be four times as many steps
 
 
-def test_group_by_length_and_an_eval_dataset(models, tmp_path):
+def test_group_by_length_and_an_eval_dataset(nursery, models, tmp_path):
     dataset, other = (tiny.write_alpaca(tmp_path / name, n) for name, n in (("a.jsonl", 13), ("b.jsonl", 5)))
-    done = run(
+    done = forked(
+        nursery,
         models("llama"),
         dataset,
         tmp_path / "out",

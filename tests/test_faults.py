@@ -7,9 +7,8 @@ import random
 import re
 import signal
 import subprocess
-import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +17,7 @@ import torch
 
 import tiny
 import train
+from forked import Nursery
 
 KILLS, STEPS = 30, 40
 HANGING = """
@@ -30,45 +30,6 @@ def forgotten(training, *rest):
 train.train_step = forgotten
 sys.exit(train.main(sys.argv[1:]))
 """
-
-
-class Nursery:
-    """tests/nursery.py, and the run that it has under way."""
-
-    def __init__(self, log: Path):
-        self.log = log
-        log.touch()
-        env = os.environ | dict(NURSERY_LOG=str(log), OMP_NUM_THREADS="1")
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would be respected
-        command = [sys.executable, str(Path(__file__).parent / "nursery.py")]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
-
-    def start(self, flags: list[str] | dict) -> list[int]:
-        """Starts a run, or a script with what nursery.py wants of it. Returns the process ids of its launcher and
-        its ranks."""
-        print(json.dumps(flags), file=self.process.stdin, flush=True)
-        word, *pids = self.process.stdout.readline().split()
-        assert word == "start", self.log.read_text()[-3000:]
-        return [int(pid) for pid in pids]
-
-    def end(self, seconds: float = 60) -> int:
-        """Waits for the end of the run. Returns its exit code; a run that does not end fails the test."""
-        alarm = threading.Timer(seconds, self.process.kill)
-        alarm.start()
-        word, code = self.process.stdout.readline().split() or ("nothing", "0")
-        alarm.cancel()
-        assert word == "end", f"still running after {seconds} s:\n{self.log.read_text()[-3000:]}"
-        return int(code)
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory):
-    made = Nursery(tmp_path_factory.mktemp("nursery") / "log")
-    yield made
-    made.process.stdin.close()
-    made.process.wait(20)
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +84,17 @@ def all_end(pids: list[int], seconds: float = 10) -> bool:
     return all(map(gone, pids))
 
 
-def test_killed_at_random_moments(nursery, flags, undisturbed, tmp_path):
-    """A rank or the launcher is killed, 30 times, from the first moment to the last, often during a save (there is
-    one every step). Checkpoints only ever grow newer, and each run that gets to its end is the undisturbed one."""
-    rng, kills, number, finished, inside = random.Random(1), 0, 0, 0, 0
-    while kills < KILLS:
-        folder = tmp_path / str(number)
+@pytest.fixture
+def another_nursery(tmp_path):
+    made = Nursery(tmp_path / "nursery")
+    yield made
+    made.stop()
+
+
+def kill_at_random_moments(nursery, flags, undisturbed, root, seed: int, wanted: int) -> None:
+    rng, kills, number, finished, inside = random.Random(seed), 0, 0, 0, 0
+    while kills < wanted:
+        folder = root / str(number)
         before = newest(folder) if folder.exists() else 0
         pids = nursery.start(flags(folder))
         if rng.random() < 0.7:  # from the start, or from inside training
@@ -154,6 +120,19 @@ def test_killed_at_random_moments(nursery, flags, undisturbed, tmp_path):
     print(f"{kills} kills, {inside} during a save, {finished + 1} runs finished")
 
 
+def test_killed_at_random_moments(nursery, another_nursery, flags, undisturbed, tmp_path):
+    """A rank or the launcher is killed, 30 times, from the first moment to the last, often during a save (there is
+    one every step). Checkpoints only ever grow newer, and each run that gets to its end is the undisturbed one. Two
+    of these go on side by side, since each waits most of the time."""
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [
+            threads.submit(kill_at_random_moments, where, flags, undisturbed, tmp_path / f"seed-{seed}", seed, KILLS // 2)
+            for seed, where in enumerate((nursery, another_nursery), 1)
+        ]
+    for job in jobs:
+        job.result()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 @pytest.mark.parametrize("whom", ["launcher", "rank"])
 def test_signals(nursery, flags, undisturbed, tmp_path, number, whom):
@@ -177,7 +156,7 @@ def test_repeated_runs_end_normally(nursery, flags, tmp_path):
     """Again and again: gloo's threads must not outlive what they use (QSHARD_REPEATS sets how often)."""
     for number in range(int(os.environ.get("QSHARD_REPEATS", 5))):
         log_start = nursery.log.stat().st_size
-        nursery.start(flags(tmp_path / str(number), "--max_steps", "1", "--train_type", "custom_qlora"))
+        nursery.start(flags(tmp_path / str(number), "--max_steps", "1", "--train_type", "custom_qlora"), freezing=True)
         assert nursery.end() == 0
         said = nursery.log.read_text()[log_start:]
         assert "terminate" not in said and "Abort" not in said and "Traceback" not in said, said
