@@ -7,6 +7,7 @@ import gc
 import hashlib
 import io
 import math
+import os
 import re
 import signal
 import time
@@ -252,6 +253,25 @@ def gather(runtime: train.Runtime) -> int:
     total = torch.tensor([runtime.rank])
     dist.all_reduce(total)
     return total.item()
+
+
+def whereabouts(runtime: train.Runtime, another: bool = False) -> tuple[int, str, int]:
+    """Process, process group (by the port of its store), processes of the node. `another`: makes a group."""
+    if another:
+        dist.new_group([0])
+    return os.getpid(), os.environ["MASTER_PORT"], runtime.local_world
+
+
+def in_trouble(runtime: train.Runtime, how: str) -> None:
+    """The last rank is, in a collective with the others."""
+    if runtime.rank < runtime.world - 1:
+        dist.all_reduce(torch.zeros(1))
+    elif how == "raises":
+        raise ZeroDivisionError
+    elif how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "hangs":
+        time.sleep(60)
 
 
 def replace(config: train.Config, **flags) -> train.Config:
