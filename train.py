@@ -17,7 +17,6 @@ import errno
 import functools
 import gc
 import json
-import logging
 import math
 import os
 import shutil
@@ -38,15 +37,17 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that `scripts` is found from any folder
-from scripts import activations, adapters, attention, checkpoint, checks, compiled, data  # noqa: E402
-from scripts import evaluation, experts, flops, launcher, logs, loss, models, neftune, optim  # noqa: E402
-from scripts import places, plan, prequantized, profiling, state, trained, vocabulary  # noqa: E402
-from scripts.flags import UserError, option, parse_flags  # noqa: E402
-from scripts.models import blocks_of  # noqa: E402
-from scripts.quantize import QUANTIZERS  # noqa: E402
-from scripts.quantized import quantize_ends, quantize_linears, quantized_elements  # noqa: E402
+from scripts import activations, adapters, attention, checkpoint, checks, compiled, data
+from scripts import evaluation, experts, flops, launcher, logs, loss, memory, models, neftune, optim
+from scripts import places, plan, prequantized, profiling, state, trained, vocabulary
+from scripts.flags import UserError, option, parse_flags, refuse
+from scripts.models import blocks_of
+from scripts.quantize import QUANTIZERS
+from scripts.quantized import quantize_ends, quantize_linears, quantized_elements
 
 
 # ----------------------------------------------------------------------------------------------------- tables
@@ -161,8 +162,8 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
 
     train_type: str = option("qlora", "what is trained, over which base", tuple(TRAIN_TYPES))
     llama_pro_path: str | None = option(None, "folder of expanded Llama-Pro weights (llama_pro train types)")
-    n_bits: int | None = option(None, "bits of a weight under HQQ (hqq_*): 8, 4, 3 or 2; without it 4")
-    quantize_embeddings: int = option(0, "bits of a frozen embedding and head: 8, or 0: as they are")
+    n_bits: int | None = option(None, "bits of a weight under HQQ (hqq_*); without it 4", (8, 4, 3, 2))
+    quantize_embeddings: int = option(0, "bits of a frozen embedding and head; 0: as they are", (0, 8))
     hqq_group_size: int = option(64, "weights that share a scale and a zero point under HQQ", low=8)
     lora_rank: int = option(16, "rank of the adapters", low=1)
     lora_alpha: float = option(32, "adapters are scaled by alpha / rank", above=0)
@@ -199,6 +200,7 @@ class Config(logs.Flags, profiling.Flags, plan.Flags):
     grad_norm: float = option(1.0, "largest global gradient norm", above=0)
     skip_nonfinite_steps: int = option(0, "leave out at most N steps with NaN or infinite gradients", low=0)
     seed: int = option(42, "seeds adapters, data order and dropout", low=0)
+    deterministic: bool = option(False, "kernels that give the same bits every time, where torch has them")
 
     precision: str = option("mp_bf16", "dtypes: see docs/training.md", tuple(PRECISIONS))
     attn_implementation: str = option("auto", "attention; auto: flash-attn where it can be used, or sdpa "
@@ -264,8 +266,7 @@ def read_flags(argv: list[str]) -> tuple[Config, list[str]]:
 def parse(argv: list[str]) -> Config:
     """Flags -> Config. Raises UserError with everything that is wrong with them by themselves."""
     config, problems = read_flags(argv)
-    if problems:
-        raise UserError("\n  ".join(problems))
+    refuse(problems)
     return config
 
 
@@ -281,7 +282,7 @@ class Runtime:
     device: torch.device
     peak_memory: Callable[[], int]  # bytes: peak allocated on the accelerator; on a CPU the process's peak
     retries: Callable[[], int] = lambda: 0  # how often the allocator has had to empty its cache
-    phase: Callable[[str], None] = lambda moment: None  # called at named moments; see logs.Memory
+    phase: Callable[[str], None] = lambda moment: None  # called at named moments; see memory.Memory
     free_memory: Callable[[], int] = lambda: 2**62  # bytes that are free for this process's tensors
     copies: torch.Stream | None = None  # where copies to and from the host run beside the computation
 
@@ -301,12 +302,12 @@ def accelerator_count() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def start_runtime(env=os.environ, timeout_minutes: float = 30) -> Runtime:
+def start_runtime(env=os.environ, timeout_minutes: float = 30, error_dir: str | None = None) -> Runtime:
     """Device and process group. One process has a group too, so that it runs the same code as many."""
     place = places.variables(env) or places.ALONE
-    device, backend, peak, copies = torch.device("cpu"), "gloo", logs.host_peak, None
+    device, backend, peak, copies = torch.device("cpu"), "gloo", memory.peak, None
     retries = Runtime.retries
-    free = functools.partial(logs.host_free, place.local_world)
+    free = functools.partial(memory.host_free, place.local_world)
     if torch.accelerator.is_available():
         index = place.local_rank % accelerator_count()  # a task of srun may be shown its own one only
         device = torch.device(torch.accelerator.current_accelerator().type, index)
@@ -316,6 +317,7 @@ def start_runtime(env=os.environ, timeout_minutes: float = 30) -> Runtime:
         retries = lambda: torch.accelerator.memory_stats().get("num_alloc_retries", 0)  # noqa: E731
         free = lambda: torch.accelerator.get_memory_info()[0]  # noqa: E731
         copies = torch.Stream(device)
+        launcher.record_collectives(error_dir)
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if place.world == 1 else {}
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes), **alone)
     return Runtime(place.rank, place.local_rank, place.world, place.local_world, device, peak,
@@ -420,7 +422,6 @@ def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list
     """fully_shard in units: embedding, blocks (and their attention and MLP), final norm, head, root. Returns
     their names. The norm stands between the last block and the head so that, when the head is gathered, no
     block's gather buffer is held any more."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     pin = accelerator_count() > 0
     offload = CPUOffloadPolicy(pin_memory=pin) if config.use_cpu_offload else OffloadPolicy()
     mixed = MixedPrecisionPolicy(param_dtype=config.numbers.param, reduce_dtype=config.numbers.reduce)
@@ -430,7 +431,7 @@ def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list
     units: list = []
     for block in blocks:
         if config.wrap_policy == "decoder_attention_mlp":
-            units += [c for c in block.children() if any(p.ndim > 1 for p in c.parameters())]
+            units += models.parts(block)
         units.append(block)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # tied ones must share a unit, the root
@@ -444,7 +445,7 @@ def shard(model: nn.Module, blocks: nn.ModuleList, config: Config, mesh) -> list
     if embedding in units and not embedding.weight.requires_grad:
         embedding.set_unshard_in_backward(False)  # it would be gathered ahead, and nothing asks for it
     for module in model.modules():  # the loss is divided by the tokens of all ranks: gradients are summed
-        if isinstance(module, torch.distributed.fsdp.FSDPModule):
+        if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return [names[unit] for unit in units] + ["root"]
@@ -454,7 +455,6 @@ def order_prefetch(model: nn.Module, blocks: nn.ModuleList, depth: int) -> None:
     """How many units FSDP gathers ahead of the one in use. 1 is its own way: the next one in backward; in
     forward the gathers of a GPU run ahead by themselves. Units inside blocks gather nothing ahead in forward:
     recomputation runs their hooks in backward, which has left what follows them."""
-    from torch.distributed.fsdp import FSDPModule
     units = [m for m in model.modules() if isinstance(m, FSDPModule)]  # as registered: mostly as used
     inner = {m for block in blocks for m in block.modules() if m is not block}
     for number, unit in enumerate(units if depth != 1 else ()):
@@ -596,7 +596,7 @@ def init_magnitudes(blocks: nn.ModuleList, mesh) -> None:
     block."""
     for block in blocks:
         layers = [m for m in block.modules() if hasattr(m, "lora_magnitude_vector")]
-        units = [m for m in block.modules() if isinstance(m, torch.distributed.fsdp.FSDPModule)]
+        units = [m for m in block.modules() if isinstance(m, FSDPModule)]
         for unit in units:
             unit.unshard()
         squares = [layer.row_squares() for layer in layers]
@@ -739,7 +739,6 @@ class Training:
     def scope(self):
         """Autocast and activation offload, as configured, around forward."""
         stack, kind = contextlib.ExitStack(), self.runtime.device.type
-        self.runtime.phase("before_forward")
         if dtype := self.config.numbers.autocast:
             stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))  # it keeps cast weights
         if self.config.use_activation_cpu_offload:
@@ -780,6 +779,7 @@ def train_step(training: Training, batches: list[dict], tokens: float) -> tuple[
     for number, batch in enumerate(batches, 1):
         module.set_requires_gradient_sync(number == len(batches) or not config.no_sync)
         module.set_is_last_backward(number == len(batches))
+        training.runtime.phase("before_forward")
         with training.scope():
             summed = module(**batch)
         training.runtime.phase("after_forward")
@@ -843,21 +843,26 @@ def train(training: Training, held: data.Held, total: int, metrics: logs.Metrics
     flat = attention.used(training.model.module)
 
     def prepare(window):  # on the host, by a thread, a step ahead
-        return [held.collate(rows, config.packing, flat) for rows in window]
+        return [data.prepared(held.collate(rows, config.packing, flat)) for rows in window]
     if held.eval and config.eval_steps > 0 and not training.step:
         evaluation.run(training, held, metrics, step=0, epoch=0)
     stops.at_once = False
     for epoch, windows in epochs(training, held, total):
-        for window, collated in metrics.waiting(prefetch(windows, prepare, 2)):
+        for window, prepared in metrics.waiting(prefetch(windows, prepare, 2)):
             tick()
-            batches, counts = zip(*(data.arguments(batch, runtime.device) for batch in collated))
-            counted, asked, statuses = runtime.gather(sum(counts), stops.asked, saver.status).unbind(1)
+            batches = [data.sent(made, runtime.device) for made, _ in prepared]
+            mine = sum(count for _, count in prepared)
+            counted, asked, statuses = runtime.gather(mine, stops.asked, saver.status).unbind(1)
             supervised, stop = int(counted.sum()), int(asked.max())
             saver.settle(statuses.tolist())
             lr, step = training.schedule.get_last_lr()[0], training.step + 1
             state.seed_step(config.seed, step, runtime.rank)
             summed, norm = train_step(training, batches, max(1, supervised))
-            tokens = sum(held.lengths[i] for rows in window for row in rows for i in row)
+            examples = [i for rows in window for row in rows for i in row]
+            tokens = sum(held.lengths[i] for i in examples)
+            if not summed.isfinite():  # record() waits for the device anyway
+                print(f"rank {runtime.rank}: step {step}: the loss of {held.places(examples)} is not finite",
+                      file=sys.stderr, flush=True)
             try:
                 metrics.record(summed, norm, tokens, supervised, step=step, epoch=epoch, lr=lr)
             except UserError:  # on every rank
@@ -911,14 +916,12 @@ def describe(config: Config, runtime: Runtime, folder: Path, held: data.Held) ->
 
 def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
     """A whole training run on this rank: model folder, data, model, steps, result. Returns the exit code."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports optional kernels it does not find
-    import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
     folder = first_here(runtime, lambda: checkpoint.find_folder(config.weights))
     held = first_here(runtime, lambda: data.load_all(config, folder))
     total = config.num_epochs * len(data.plan(held.lengths, config, epoch=0, rank=0, world=runtime.world))
     total = min(total, config.max_steps) if config.max_steps > 0 else total
     content = describe(config, runtime, folder, held)
-    runtime = logs.watch_memory(config, runtime)
+    runtime = memory.watch(config, runtime)
     path, saved = state.choose(config, runtime, content)
     training = make_training(build(config, folder, runtime), config, runtime, total)
     content["model"] |= training.model.facts
@@ -949,23 +952,25 @@ def run(config: Config, runtime: Runtime, stops: launcher.Stops) -> int:
 
 # ------------------------------------------------------------------------------------------------------- main
 
-def fail(error: BaseException, rank: int) -> None:
+def fail(error: BaseException, rank: int, own_file: bool = False) -> None:
     """Says what happened and ends this process at once; the launcher then ends the others.
 
-    A rank that only lost a peer waits first: the launcher ends it, and the cause is what the person reads.
+    A rank that only lost a peer waits first (or, where each has an `own_file` for its errors, after it has
+    spoken): the launcher ends it, and the cause is what the person reads.
     """
     lost_peer = isinstance(error, dist.DistError) or "by peer" in str(error)
     disk = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
     theirs = isinstance(error, UserError) or disk
-    if lost_peer or (isinstance(error, UserError) and rank > 0):
-        time.sleep(10 if lost_peer else 3)
+    seconds = 10 if lost_peer else 3 if isinstance(error, UserError) and rank > 0 else 0
+    time.sleep(0 if own_file else seconds)
     if theirs:
         print(f"train.py: error: {error}", file=sys.stderr)
     else:
-        waited = " (it waited for the others longer than --timeout_minutes)" * ("Timed out" in str(error))
-        print(f"rank {rank} failed{waited}:\n{''.join(traceback.format_exception(error))}", file=sys.stderr)
+        end = f"rank {rank} waited for the others longer than --timeout_minutes" * ("Timed out" in str(error))
+        print(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}{end}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(seconds if own_file else 0)
     os._exit(2 if theirs else 1)  # destructors would wait for peers that never come
 
 
@@ -977,15 +982,16 @@ def work(config: Config, problems: list[str], rank: int) -> int:
         launcher.end_with_parent()
     try:
         problems += checks.surroundings(config) if rank == 0 and launcher.CHECKED not in os.environ else []
-        if problems:
-            raise UserError("\n  ".join(problems))
-        runtime = start_runtime(timeout_minutes=config.timeout_minutes)
+        refuse(problems)
+        state.choose_kernels(config.deterministic)
+        runtime = start_runtime(timeout_minutes=config.timeout_minutes, error_dir=config.error_dir)
         checks.every_node(config, runtime)
         code = run(config, runtime, stops)
         stop_runtime()
         return code
     except BaseException as error:
-        fail(profiling.explained(error, config, rank), rank)
+        own_file = bool(config.error_dir) and launcher.CHECKED in os.environ
+        fail(profiling.explained(error, config, rank), rank, own_file)
 
 
 def main(argv: list[str]) -> int:

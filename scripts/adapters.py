@@ -1,12 +1,16 @@
 """Adapters on a model: which linears get one, attaching them (PEFT's or our own), how they start, their names
 in files."""
+import functools
 import hashlib
 import math
+from typing import Callable
 
 import torch
 import torch.nn as nn
 
+from scripts.dora import DoRALinear
 from scripts.flags import UserError
+from scripts.lora import LoRALinear
 
 
 def find_targets(model: nn.Module, blocks: nn.ModuleList, wanted: str, kept=frozenset(),
@@ -63,26 +67,25 @@ def attach_peft(model: nn.Module, config, targets: list[str], kept=frozenset()) 
     inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
 
 
-def wrap(model: nn.Module, config, targets: list[str], kept, kind: type) -> None:
+def scaling(alpha: float, rank: int, rslora: bool) -> float:
+    """What B A is multiplied by: alpha / r, or alpha / sqrt(r) for rsLoRA."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def wrap(kind: type, model: nn.Module, config, targets: list[str], kept=frozenset()) -> None:
     """Puts a `kind` around every linear whose name ends in one of `targets`, but for the `kept` ones."""
-    scaling = config.lora_alpha / (math.sqrt(config.lora_rank) if config.use_rslora else config.lora_rank)
+    scale = scaling(config.lora_alpha, config.lora_rank, config.use_rslora)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if name in targets and isinstance(child, nn.Linear) and child not in kept:
-                setattr(parent, name, kind(child, config.lora_rank, scaling, config.lora_dropout))
+                setattr(parent, name, kind(child, config.lora_rank, scale, config.lora_dropout))
 
 
-def attach_custom(model: nn.Module, config, targets: list[str], kept=frozenset()) -> None:
-    from scripts.lora import LoRALinear
-    wrap(model, config, targets, kept, LoRALinear)
-
-
-def attach_dora(model: nn.Module, config, targets: list[str], kept=frozenset()) -> None:
-    from scripts.dora import DoRALinear
-    wrap(model, config, targets, kept, DoRALinear)
-
-
-ADAPTERS = {"peft": attach_peft, "custom": attach_custom, "dora": attach_dora}
+ADAPTERS: dict[str, Callable] = {
+    "peft": attach_peft,
+    "custom": functools.partial(wrap, LoRALinear),
+    "dora": functools.partial(wrap, DoRALinear),
+}
 
 
 def plain_name(name: str) -> str:

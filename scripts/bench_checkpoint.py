@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+from scripts.flags import run_script
 
 
 def timed(work, *args) -> float:
@@ -83,14 +84,10 @@ def main(
     folder = checkpoint.find_folder(model_name or None)
 
     def work(runtime):
-        import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
         for name in train_types.split(","):
             measure(name, folder, runtime, save_steps, windows, batch_size)
     sys.exit(launcher.run_ranks(__file__, work, 2))
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    from scripts.data import kebab_flags
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

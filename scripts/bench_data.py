@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+from scripts.flags import run_script
 
 
 def write_rows(source: str, number: int, file: Path) -> None:
@@ -67,7 +68,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    from scripts.data import kebab_flags
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

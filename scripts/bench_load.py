@@ -22,8 +22,10 @@ import threading
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+from scripts.flags import run_script
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # so that it runs from any folder
 
 
 def write_checkpoint(folder: Path, layers: int) -> None:
@@ -77,17 +79,18 @@ class Peak(threading.Thread):
 
 def ours(folder: str, train_type: str, low_memory: bool) -> dict:
     """One process of several: train.py's own loading."""
-    import bitsandbytes  # noqa: F401
     import torch
     import train
+    from scripts import optim, quantize
+    quantize.load_bitsandbytes()  # before the measurement, as the model's code below
     runtime = train.start_runtime()
     config = train.Config(model_name=folder, train_type=train_type, precision="bf16", low_memory=low_memory)
-    train.empty_model(Path(folder), torch.bfloat16)  # imports the model's code before the measurement
+    train.empty_model(Path(folder), torch.bfloat16)
     peak, start = Peak(), time.perf_counter()
     peak.start()
     model = train.build(config, Path(folder), runtime)
     seconds = time.perf_counter() - start
-    held = sum(p.to_local().numel() * p.element_size() for p in model.module.parameters())
+    held = optim.local_bytes(model.module.parameters())
     row = dict(peak=peak.growth(), held=held, read=model.facts["bytes_read"], seconds=seconds,
                rank=runtime.rank)
     del model
@@ -200,7 +203,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    from scripts.data import kebab_flags
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+from scripts.flags import run_script
 
 
 def stopwatch(optimizer) -> list[float]:
@@ -56,7 +57,6 @@ def report(name: str, row: dict, first: dict) -> None:
 
 def measure(runtime, names: list[str], folder: str, steps: int, tokens: int) -> None:
     """One rank's part; the first prints its numbers of every optimiser."""
-    import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
     import train
     from scripts import data
     config = train.Config(model_name=folder, train_type="full", lr=1e-6, apply_gradient_clipping=False)
@@ -93,7 +93,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    from scripts.data import kebab_flags
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+from scripts.flags import run_script
 
 
 def prepare(train_types: list[str], folder: Path, runtime) -> tuple[dict, Any, int]:
@@ -56,7 +57,6 @@ def main(
     steps: int = 6,  # steps of each type; the first is not counted
 ):
     "Compare the processor time of one training step between train types."
-    import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
     import train
     from scripts import checkpoint, data
     runtime, folder = train.start_runtime(), checkpoint.find_folder(model_name or None)
@@ -69,7 +69,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    from scripts.data import kebab_flags
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

@@ -13,8 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+from scripts.flags import run_script
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # so that it runs from any folder
 # Without a default for small models: what these types need to learn the task in one epoch.
 LEARNING_RATES = {"full": "1e-4", "llama_pro": "1e-3", "bnb_llama_pro": "1e-3", "hqq_llama_pro": "1e-3"}
 
@@ -75,7 +77,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    from scripts.data import kebab_flags
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

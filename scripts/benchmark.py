@@ -1,16 +1,19 @@
-"""Runs train.py and the same training with TRL (scripts/hf_train.py), or with other flags, in turn; prints
-ratios.
+"""Runs train.py and the same training with TRL (scripts/hf_train.py), with other flags or at another commit,
+in turn; prints ratios.
 
     python -m venv trl && trl/bin/pip install torch==2.13.0 transformers==5.24.0 peft==0.21.2 \\
         bitsandbytes==0.50.2 trl==1.16.0
     python scripts/benchmark.py --trl_python trl/bin/python --flags "--model_name ./llama --train_type lora"
     python scripts/benchmark.py --against "--world_size 1" --flags "--train_type lora"
+    python scripts/benchmark.py --against_commit main --equal true --steps 3 --flags "--train_type lora"
 
 Both sides make the same steps in every round, one side after the other, so that a machine's changing speed
 meets both; a ratio is the median over rounds of the quotient of a round's two medians. The first steps of a
 run, in which libraries warm up, are left out of times.
 """
+import contextlib
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -20,8 +23,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+from scripts.flags import Refused, UserError, run_script, to_bool
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # so that it runs from any folder
 ALWAYS = "--save_steps -1 --save_model false --overwrite_output_dir true --lr_scheduler constant"
 
 
@@ -67,6 +72,16 @@ def ratios(pairs: list[tuple[Side, Side]]) -> dict[str, float]:
 def loss_gap(first: list[dict], second: list[dict]) -> float:
     """The largest difference of the losses of one step."""
     return max(abs(a["loss"] - b["loss"]) for a, b in zip(first, second, strict=True))
+
+
+def first_difference(first: list[dict], second: list[dict]) -> str:
+    """The first step whose loss or gradient norm is not the same number on both sides, with the numbers; ""
+    where there is none."""
+    for a, b in zip(first, second, strict=True):
+        for name in ("loss", "grad_norm"):
+            if a[name] != b[name]:
+                return f"step {a['step']}: {name} {a[name]} and {b[name]}"
+    return ""
 
 
 class Product(NamedTuple):
@@ -164,6 +179,28 @@ def measure_floor(flags: str, run: Run) -> dict:
 
 # --------------------------------------------------------------------------------------------------- the runs
 
+@contextlib.contextmanager
+def checkout(commit: str):
+    """A folder that has the files of another commit of this repository, for a while; without a commit, this
+    one. The user's files and index are left alone. Raises UserError for what git does not know."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # a hook's
+
+    def git(*words: str) -> None:
+        command = ["git", "-C", str(ROOT), "-c", "core.hooksPath=/dev/null", "worktree", *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        if done.returncode:
+            raise UserError(f"--against_commit {commit}: {done.stderr.strip().splitlines()[-1]}")
+    if not commit:
+        yield ROOT
+        return
+    with tempfile.TemporaryDirectory() as work:
+        git("add", "--detach", f"{work}/tree", commit)
+        try:
+            yield Path(work) / "tree"
+        finally:
+            git("remove", "--force", f"{work}/tree")
+
+
 def processor_seconds(process: subprocess.Popen) -> float:
     """Of a command and all that it has started."""
     import psutil
@@ -196,13 +233,27 @@ def run(command: list[str], output: Path) -> Run:
     return Run(rows, first, json.loads(facts.read_text()) if facts.exists() else {})
 
 
-def commands(flags: str, against: str, trl_python: str, trl_flags: str) -> list[list[str]]:
-    """Those of the two sides. Later flags win."""
+def commands(flags: str, against: str, trl_python: str, trl_flags: str, tree: Path = ROOT) -> list[list[str]]:
+    """Those of the two sides, the second with the train.py of `tree`. Later flags win."""
     ours = [sys.executable, str(ROOT / "train.py"), *shlex.split(f"{ALWAYS} {flags}")]
-    if against != "trl":
-        return [ours, [*ours, *shlex.split(against)]]
+    if tree != ROOT or against != "trl":
+        more = [] if against == "trl" else shlex.split(against)
+        return [ours, [ours[0], str(tree / "train.py"), *ours[2:], *more]]
     theirs = [trl_python, str(ROOT / "scripts" / "hf_train.py")]
     return [ours, [*theirs, *shlex.split(f"{ALWAYS} {flags} {trl_flags}")]]
+
+
+def measure(both: list[list[str]], rounds: int, warmup: int) -> tuple[list, list[Run], str]:
+    """Pairs of sides, the runs of the last round, and the first difference of the numbers in any round."""
+    pairs, differing = [], ""
+    with tempfile.TemporaryDirectory() as work:
+        for number in range(rounds):
+            runs = [run(command, Path(work) / str(which)) for which, command in enumerate(both)]
+            pairs.append((side(runs[0], warmup), side(runs[1], warmup)))
+            differing = differing or first_difference(*(one.rows for one in runs))
+            now = ratios(pairs[-1:])
+            print(f"round {number + 1}: " + ", ".join(f"{k} {v:.2f}" for k, v in now.items()), flush=True)
+    return pairs, runs, differing
 
 
 def report(pairs: list[tuple[Side, Side]], runs: list[Run], base: dict, against: str) -> None:
@@ -227,26 +278,28 @@ def main(
     against: str = "trl",  # trl, or flags of train.py that the second side has besides
     trl_python: str = "trl/bin/python",  # the Python of TRL's environment
     trl_flags: str = "",  # for TRL alone: --trl_fsdp true, --trl_data true ...
+    against_commit: str = "",  # another commit, branch or tag, whose train.py is the second side
+    equal: to_bool = False,  # exit with 1 if a loss or a gradient norm of the sides differs
     steps: int = 5,  # of each run
     warmup: int = 2,  # of them, not counted
     rounds: int = 3,  # runs of each side
     floor_of: str = "",  # used by the processes that this script starts
 ):
-    "Compare train.py with TRL, or with itself under other flags."
+    "Compare train.py with TRL, with itself under other flags, or with another commit's train.py."
     if floor_of:
         return floor(flags, floor_of)
-    pairs, both = [], commands(f"{flags} --max_steps {steps}", against, trl_python, trl_flags)
-    with tempfile.TemporaryDirectory() as work:
-        for number in range(rounds):
-            runs = [run(command, Path(work) / str(which)) for which, command in enumerate(both)]
-            pairs.append((side(runs[0], warmup), side(runs[1], warmup)))
-            now = ratios(pairs[-1:])
-            print(f"round {number + 1}: " + ", ".join(f"{k} {v:.2f}" for k, v in now.items()), flush=True)
-    report(pairs, runs, measure_floor(flags, runs[0]), against)
+    try:
+        with checkout(against_commit) as tree:
+            both = commands(f"{flags} --max_steps {steps}", against, trl_python, trl_flags, tree)
+            pairs, runs, differing = measure(both, rounds, warmup)
+    except UserError as error:
+        raise Refused("benchmark.py", error) from None
+    report(pairs, runs, measure_floor(flags, runs[0]), against_commit or against)
+    if against_commit or equal:
+        print(f"first difference: {differing or 'none'}")
+    if equal and differing:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    from scripts.data import kebab_flags
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

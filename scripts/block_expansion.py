@@ -23,8 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 from scripts import checkpoint
 from scripts.checkpoint import Entry, new_positions
-from scripts.data import kebab_flags, quiet
-from scripts.flags import Refused, UserError
+from scripts.flags import Refused, UserError, quiet, refuse, run_script
 
 # Endings of the modules whose output is added to the residual stream, as models name them.
 ATTENTION = ("o_proj", "out_proj", "dense", "wo", "attn.c_proj", "attention.c_proj")
@@ -85,7 +84,7 @@ def output_tensors(inner_names) -> set[str]:
         wrong = " and ".join(f"no {kind} output projection is known" for kind in lacking)
         wrong = wrong or f"what {', '.join(strange)} adds to the residual stream is not known"
         title = f"cannot make a block that does nothing: {wrong}. A block has"
-        raise UserError("\n  ".join([title, *names]))
+        refuse(names, title)
     return attention | mlp
 
 
@@ -292,6 +291,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

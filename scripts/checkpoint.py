@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
-from scripts.flags import UserError
+from scripts.flags import UserError, refuse
 
 INDEX = "model.safetensors.index.json"
 GGUF = ".gguf"
@@ -120,19 +120,19 @@ def check_output(name: str, overwrite: bool) -> list[str]:
     return []
 
 
-def find_folder(name: str | None, say=print) -> Path:
+def find_folder(name: str | None) -> Path:
     """The model's folder: the given one, one in the hub cache (downloaded if need be), one made of a GGUF
     file, or the embedded default."""
     if name is None:
         from scripts import demo
         try:
-            return demo.model_folder(progress=say)
+            return demo.model_folder(progress=print)
         except RuntimeError as error:
             raise UserError(str(error)) from error
     path = Path(name).expanduser()
     if path.suffix == GGUF and path.is_file():
         from scripts import from_gguf
-        return from_gguf.folder_of(path, say)
+        return from_gguf.folder_of(path, print)
     if not is_hub_id(name):
         return path
     from huggingface_hub import snapshot_download
@@ -323,7 +323,8 @@ class Checkpoint:
         """Rows of a tensor, or all of it, as they are in the file."""
         handle, own = self._handle(self.hidden.get(name) or self.file[name]), self.stored_as[name]
         found = handle.get_tensor(own) if high is None else handle.get_slice(own)[low:high]
-        self.bytes_read += found.numel() * found.element_size()
+        size = found.nbytes  # first: several threads read
+        self.bytes_read += size
         return found
 
     read = stored
@@ -400,7 +401,8 @@ class Checkpoint:
     def read_matrix(self, name: str, index: int, low: int, high: int):
         """Rows of one matrix of a stack of them."""
         found = self._handle(self.file[name]).get_slice(self.stored_as[name])[index, low:high]
-        self.bytes_read += found.numel() * found.element_size()
+        size = found.nbytes  # first: several threads read
+        self.bytes_read += size
         return found
 
     def tensor(self, name: str):
@@ -440,9 +442,7 @@ class Checkpoint:
         problems += [f"{name}: not in the model" for name in self.shape
                      if name not in known and not COMPUTED.search(name)]
         problems = self.unreadable or problems  # all that is in such a file would be missing
-        if problems:
-            more = [f"... and {len(problems) - 8} more"] if len(problems) > 8 else []
-            raise UserError("\n  ".join([f"{self.folder} does not fit the model:", *problems[:8], *more]))
+        refuse(problems, f"{self.folder} does not fit the model:", most=8)
         return dict(sorted(matched.items(), key=lambda item: self.file[item[0]]))
 
     def close(self, file: str) -> None:

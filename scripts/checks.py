@@ -4,13 +4,15 @@ import importlib.util
 import os
 import socket
 
+import torch.distributed as dist
+
 from scripts import checkpoint, compiled, data, logs, models, optim, places, profiling, state, vocabulary
-from scripts.flags import UserError
+from scripts.flags import UserError, refuse
 
 PACKAGES = {"nf4": "bitsandbytes", "hqq": "hqq", "peft": "peft"}  # what a base or an adapter needs installed
 PER_CORE = 32  # processes; more would fill the memory with interpreters
 YEAR = 525600  # minutes; much larger ones overflow in torch
-LOG_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # what a logger needs
+LOG_PACKAGES = ("wandb", "tensorboard")  # loggers that are packages, of the same name
 
 
 def combinations(config) -> list[str]:
@@ -40,10 +42,10 @@ def combinations(config) -> list[str]:
         problems.append(f"--timeout_minutes {config.timeout_minutes:g}: must be at most {YEAR}, a year")
     if config.master_port > 65535:
         problems.append(f"--master_port {config.master_port}: ports end at 65535")
-    package = LOG_PACKAGES.get(config.log_to)
-    if package and importlib.util.find_spec(package) is None:
-        problems.append(f"--log_to {config.log_to} needs the package {package}: pip install {package}")
-    elif package == "wandb" and not logs.wandb_ready():
+    logger = config.log_to
+    if logger in LOG_PACKAGES and importlib.util.find_spec(logger) is None:
+        problems.append(f"--log_to {logger} needs the package {logger}: pip install {logger}")
+    elif logger == "wandb" and not logs.wandb_ready():
         problems.append("--log_to wandb: no API key is configured; run `wandb login`, set WANDB_API_KEY, or "
                         "set WANDB_MODE=offline")
     return problems + profiling.problems(config)
@@ -59,10 +61,6 @@ def train_type(config) -> list[str]:
         problems.append(f"--llama_pro_path goes with a llama_pro train type, not with {name}")
     if kind.base != "hqq" and config.n_bits is not None:
         problems.append(f"--n_bits goes with an hqq train type, not with {name}")
-    if config.n_bits not in (None, 8, 4, 3, 2):
-        problems.append(f"--n_bits {config.n_bits}: choose from 8, 4, 3, 2")
-    if config.quantize_embeddings not in (0, 8):
-        problems.append(f"--quantize_embeddings {config.quantize_embeddings}: choose from 0, 8")
     if config.quantize_embeddings and (config.train_embeddings or config.add_tokens
                                        or not kind.adapter and not kind.new_blocks):
         problems.append("--quantize_embeddings goes with an embedding that is not trained: without "
@@ -177,24 +175,21 @@ def download(config) -> list[str]:
 def every_node(config, runtime) -> None:
     """Each node needs the model: in a shared folder, or on its own disk. Collective. Raises UserError, on all
     ranks, naming the nodes that lack it."""
-    import torch.distributed as dist
     found: list = [None] * runtime.world
     dist.all_gather_object(found, [(socket.gethostname(), text) for text in model_folders(config)])
-    if lines := {f"{host}: {text}": None for each in found for host, text in each}:
-        raise UserError("\n  ".join(lines))
+    refuse({f"{host}: {text}": None for each in found for host, text in each})
 
 
 def room(module, blocks, config, runtime) -> None:
     """Compares what this process keeps through training, by the sizes of its shards, with the memory that is
     free. Raises UserError where that and one gathered block alone are more (--force goes on), and warns where
     two blocks, and the blocks' inputs kept for backward, would not fit. `--plan` knows the rest."""
-    def stored(parameters, whole=False):
-        tensors = [p if whole else p.to_local() for p in parameters]
-        return sum(t.numel() * t.element_size() for t in tensors)
     trained = [p for p in module.parameters() if p.requires_grad]
-    kept = stored(module.parameters()) + (0 if config.optim_in_backward else stored(trained))
-    kept += optim.state_bytes(config, sum(p.to_local().numel() for p in trained), stored(trained))
-    block, free = stored(blocks[0].parameters(), whole=True), runtime.free_memory()
+    kept, own = optim.local_bytes(module.parameters()), optim.local_bytes(trained)
+    kept += 0 if config.optim_in_backward else own  # gradients
+    if not (config.optimizer.startswith("paged_") and runtime.device.type != "cpu"):  # those may leave
+        kept += optim.state_bytes(config, sum(p.to_local().numel() for p in trained), own)
+    block, free = sum(p.nbytes for p in blocks[0].parameters()), runtime.free_memory()
     hidden = module.get_output_embeddings().in_features * config.numbers.compute.itemsize
     inputs = len(blocks) * config.batch_size * config.context_length * hidden
     kept = 0 if config.use_cpu_offload and runtime.device.type != "cpu" else kept

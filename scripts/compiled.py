@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from scripts import experts
+from scripts import experts, models
 from scripts.flags import UserError
+from scripts.quantize import product_dtype
 
 VARIANTS = 32  # of one piece of code: train or evaluate, input with or without gradient, kinds of blocks
 LINEARS: dict[str, Any] = {}  # a quantiser and a shape, by name -> what stands for a linear that has them
@@ -69,19 +70,9 @@ def as_operator(module) -> None:
         names=names, in_pieces=type(module).in_pieces)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        y = call(x, [getattr(module, part) for part in names], name, dtype)
+        y = call(x, [getattr(module, part) for part in names], name, product_dtype(x))
         return y if module.bias is None else y + module.bias.to(y.dtype)
     module.forward = forward
-
-
-def units(blocks: nn.ModuleList, wrap_policy: str) -> list[nn.Module]:
-    """The modules that are compiled: the smallest FSDP units of the blocks, inside which no hook runs."""
-    if wrap_policy == "decoder":
-        return list(blocks)
-    return [child for block in blocks for child in block.children()
-            if any(isinstance(m, nn.Linear) for m in child.modules())]
 
 
 def compile_blocks(blocks: nn.ModuleList, config, backend: str = "inductor") -> None:
@@ -93,7 +84,8 @@ def compile_blocks(blocks: nn.ModuleList, config, backend: str = "inductor") -> 
     if experts.find(blocks):
         raise UserError("--compile true: only the host knows which rows go to which expert, which no graph "
                         "can hold; leave it out for mixtures of experts")
-    chosen = units(blocks, config.wrap_policy)
+    inner = [part for block in blocks for part in models.parts(block)]  # the smallest FSDP units: no hook
+    chosen = list(blocks) if config.wrap_policy == "decoder" else inner  # runs inside them
     for module in (m for unit in chosen for m in unit.modules() if hasattr(m, "quantizer")):
         as_operator(module)
     for unit in chosen:

@@ -11,13 +11,10 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import logging
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -29,11 +26,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 from scripts import packing, tokens
 from scripts.checkpoint import check_file
-from scripts.flags import Refused, UserError, to_bool
+from scripts.flags import Refused, UserError, quiet, run_script, to_bool
 from scripts.formats import EXTENSIONS, FORMATS, READERS, DataError, Renderer, check, extension  # noqa: F401
 from scripts.formats import numbered, read, render  # noqa: F401
-from scripts.packing import arguments, collate, collate_packed, pad_id, plan, steps  # noqa: F401
-from scripts.packing import steps_per_epoch  # noqa: F401
+from scripts.packing import arguments, collate, collate_packed, pad_id, plan, prepared  # noqa: F401
+from scripts.packing import sent, steps, steps_per_epoch  # noqa: F401
 from scripts.tokens import IGNORE, Counts, Sample, Samples, chat_ids, prompt_ids, tokenize  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------- the one entry
@@ -73,9 +70,20 @@ class Held:
     train: Samples
     counts: Counts
     eval: Samples | None
+    sources: tuple[str, ...] = ()  # of `train`, as they were named
 
     def __post_init__(self):
         self.pad, self.lengths = pad_id(self.tokenizer), self.train.lengths
+
+    def places(self, numbers: list[int], most: int = 32) -> str:
+        """Where samples that are trained on stand in their sources: "lines 3, 17 of my.jsonl"."""
+        found: dict[int, list[int]] = {}
+        for which, row in map(self.train.find, numbers[:most]):
+            found.setdefault(which, []).append(int(self.train.tables[which].rows[row]))
+        texts = [f"{self.train.tables[which].facts['counted']}{'s' * (len(rows) > 1)} "
+                 f"{', '.join(map(str, sorted(rows)))} of {self.sources[which]}"
+                 for which, rows in sorted(found.items())]
+        return "; ".join(texts) + (f"; and {len(numbers) - most} more" if numbers[most:] else "")
 
     def collate(self, rows: list[list[int]], packed: bool, flat: bool = False) -> dict:
         """Rows of sample numbers -> tensors; packed ones with the position ids that keep samples apart.
@@ -101,7 +109,8 @@ def load_all(config, model_folder: Path) -> Held:
     for part in (samples, held_out):
         vocabulary.check_ids(part, tokenizer, model_folder, config.add_tokens,
                              config.trust_remote_code)
-    return Held(tokenizer, samples, counts, held_out)
+    sources = tuple(source.name for source in parse_sources(config.dataset))
+    return Held(tokenizer, samples, counts, held_out, sources)
 
 
 def _table(name: str, config, tokenizer, limit: int | None) -> tokens.Table:
@@ -290,34 +299,6 @@ def _arrow(spec: str, kind: str) -> Rows:
                 lambda: numbered((batch.to_pylist() for batch in batches.iter(1000)), f"{spec}, "))
 
 
-# ----------------------------------------------------------------------------------- what every script shares
-
-def kebab_flags(argv: list[str]) -> list[str]:
-    """argv with `--flag_name` written `--flag-name`, the one spelling that fastcore's parser knows."""
-    def fix(word: str) -> str:
-        name, equals, value = word.partition("=")
-        is_flag = word.startswith("--") and " " not in name  # and no text of several flags
-        return name.replace("_", "-") + equals + value if is_flag else word
-    return [fix(word) for word in argv]
-
-
-@contextmanager
-def quiet():
-    """Without the warnings and loading bars of the libraries, which drown the few lines that matter."""
-    from transformers.utils import logging as bars
-    shown, level = bars.is_progress_bar_enabled(), logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    bars.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
-        if shown:
-            bars.enable_progress_bar()
-
-
 # ------------------------------------------------------------------------------- a look at what is trained on
 
 def describe(samples: Samples, counts: Counts, config) -> list[str]:
@@ -411,6 +392,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

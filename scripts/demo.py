@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 from scripts import from_gguf
-from scripts.data import kebab_flags
+from scripts.flags import run_script
 
 # -------------------------------------------------------------------------------------------------- the model
 
@@ -242,6 +242,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

@@ -32,7 +32,8 @@ def answers(training, samples, tokenizer, number: int, longest: int = 48):
         while len(ids) < start + longest and (len(ids) == start or ids[-1] != tokenizer.eos_token_id):
             with training.scope():
                 last = torch.tensor([len(ids) - 1], device=device)
-                ids.append(int(module(torch.tensor([ids], device=device), last).argmax()))
+                best = int(module(torch.tensor([ids], device=device), last).argmax())
+                ids.append(int(training.runtime.gather(best)[0, 0]))  # unequal cards may differ in one
         yield tokenizer.decode(ids[:start]), tokenizer.decode(ids[start:], skip_special_tokens=True)
     module.train()
 

@@ -11,10 +11,13 @@ import types
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+from scripts import adapters
 from scripts.flags import UserError
+from scripts.quantize import product_dtype
 
 
 # -------------------------------------------------------------------------------------------------- discovery
@@ -96,9 +99,7 @@ class _DequantExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, stack, counts, transposed):
         ctx.stack, ctx.counts, ctx.transposed, ctx.dtype = stack, counts, transposed, x.dtype
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return _DequantExperts.product(x.to(dtype), stack, counts, not transposed)
+        return _DequantExperts.product(x.to(product_dtype(x)), stack, counts, not transposed)
 
     @staticmethod
     def backward(ctx, grad):
@@ -240,7 +241,7 @@ def attach(model: nn.Module, config, kept=frozenset()) -> list[str]:
     found, targets = {n: m for n, m in find(model).items() if m not in kept}, set()
     if not found:
         raise UserError(f"--lora_experts: {model.config.model_type} has no experts in stacked parameters")
-    scaling = config.lora_alpha / (config.lora_rank ** (0.5 if config.use_rslora else 1))
+    scaling = adapters.scaling(config.lora_alpha, config.lora_rank, config.use_rslora)
     for name, experts in found.items():
         if experts.has_post_expert_norm:
             raise UserError(f"--lora_experts: {name} has a norm of its own, which is not known here")
@@ -276,10 +277,11 @@ def auxiliary_loss(model: nn.Module):
     return balance
 
 
+# ------------------------------------------------------------------------------------------------- checkpoint
+
 def whole_rows(stack: nn.Parameter, expert: int, low: int, high: int) -> torch.Tensor:
     """Rows [low, high) of an expert's matrix in a stack whose experts FSDP shards, on every rank: one sends,
     so that nobody holds the stack. Collective."""
-    import torch.distributed as dist
     mesh, local = stack.device_mesh, stack.detach().to_local()
     group = mesh.get_group(mesh.ndim - 1)
     owner, index = divmod(expert, -(-len(stack) // dist.get_world_size(group)))
@@ -288,8 +290,6 @@ def whole_rows(stack: nn.Parameter, expert: int, low: int, high: int) -> torch.T
     dist.broadcast(rows, dist.get_global_rank(group, owner), group=group)
     return rows
 
-
-# ------------------------------------------------------------------------------------------------- checkpoint
 
 class Piece(NamedTuple):
     """Where rows of a model's tensor lie in a checkpoint: a tensor, or matrix `expert` of one."""

@@ -1,15 +1,19 @@
 """Command-line flags from a frozen dataclass: each field is one flag, declared once with `option`; @file
 stands for the flags in a file. All problems that flags show by themselves are found together, and unknown
-ones get their closest match."""
+ones get their closest match. Below, how the scripts of scripts/ take theirs, and what they share."""
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import functools
+import inspect
+import logging
 import math
 import re
 import sys
+import warnings
 from pathlib import Path
-from typing import get_args
+from typing import Callable, get_args
 
 
 # What other trainers and adapter libraries call a flag: never taken, only to say which one is meant.
@@ -27,16 +31,13 @@ class UserError(Exception):
     """Something the person can mend: printed as one message, without a traceback."""
 
 
-class Refused(SystemExit):
-    """Ends a script of scripts/ with exit code 2 and one message on stderr, which is also its str()."""
-
-    def __init__(self, script: str, error: Exception):
-        super().__init__(2)
-        self.text = f"{script}: error: {error}"
-        print(self.text, file=sys.stderr)
-
-    def __str__(self) -> str:
-        return self.text
+def refuse(problems, title: str = "", most: int | None = None) -> None:
+    """Raises UserError with all problems, or the first so many, a line each, where there are any."""
+    lines = list(problems)
+    if most and len(lines) > most:
+        lines[most:] = [f"... and {len(lines) - most} more"]
+    if lines:
+        raise UserError("\n  ".join([title, *lines] if title else lines))
 
 
 def option(default, help, choices=None, low=None, above=None, bare=None):
@@ -123,8 +124,9 @@ def check_values(config) -> list[str]:
         elif isinstance(value, float) and math.isinf(value):
             problems.append(f"--{spec.name} {value}: must be a finite number")
         elif meta["choices"] and value not in meta["choices"]:
-            hint = closest(str(value), meta["choices"])
-            problems.append(f"--{spec.name} {value}: {hint}choose from {', '.join(meta['choices'])}")
+            choices = [str(choice) for choice in meta["choices"]]
+            problems.append(f"--{spec.name} {value}: {closest(str(value), choices)}choose from "
+                            f"{', '.join(choices)}")
         elif meta["low"] is not None and not value >= meta["low"]:
             problems.append(f"--{spec.name} {value}: must be at least {meta['low']}")
         elif meta["above"] is not None and not value > meta["above"]:
@@ -179,3 +181,51 @@ def parse_flags(config: type, argv: list[str], aliases: dict[str, dict]):
         setattr(known, name, spellings.get(value, value))
     made, names = config(**vars(known)), [spec.name for spec in dataclasses.fields(config)]
     return made, problems + unknown_flags(rest, names) + check_values(made)
+
+
+# ------------------------------------------------------------------------------- what the other scripts share
+
+class Refused(SystemExit):
+    """Ends a script of scripts/ with exit code 2 and one message on stderr, which is also its str()."""
+
+    def __init__(self, script: str, error: Exception):
+        super().__init__(2)
+        self.text = f"{script}: error: {error}"
+        print(self.text, file=sys.stderr)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def kebab(argv: list[str]) -> list[str]:
+    """argv with `--flag_name` written `--flag-name`, the one spelling that fastcore's parser knows."""
+    def fix(word: str) -> str:
+        name, equals, value = word.partition("=")
+        is_flag = word.startswith("--") and " " not in name  # and no text of several flags
+        return name.replace("_", "-") + equals + value if is_flag else word
+    return [fix(word) for word in argv]
+
+
+def run_script(main: Callable) -> None:
+    """Calls the `main` of a script of scripts/ with the flags of its command line: its parameters, which
+    both --flag_name and --flag-name set, and whose comments are the help."""
+    from fastcore.script import anno_parser
+    given = vars(anno_parser(main).parse_args(kebab(sys.argv[1:])))
+    main(**{name: given[name] for name in inspect.signature(main).parameters})
+
+
+@contextlib.contextmanager
+def quiet():
+    """Without the warnings and loading bars of the libraries, which drown the few lines that matter."""
+    from transformers.utils import logging as bars
+    shown, level = bars.is_progress_bar_enabled(), logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    bars.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+        if shown:
+            bars.enable_progress_bar()

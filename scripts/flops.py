@@ -2,6 +2,7 @@
 peak, MFU (model FLOPs utilisation; Chowdhery et al., PaLM, arXiv:2204.02311, appendix B). What is computed
 twice (blocks under gradient checkpointing, dequantised weights) counts once.
 """
+import torch
 import torch.nn as nn
 
 # FLOP/s of one device in bf16 (V100, T4: fp16), accumulated in fp32, without sparsity. Sources: the vendors'
@@ -26,7 +27,6 @@ def peak(name: str) -> float | None:
 
 def device_peak(device) -> float | None:
     """The peak of this process's device; None on a CPU."""
-    import torch
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return peak(name(device)) if name else None
 

@@ -11,7 +11,7 @@ import tempfile
 from contextlib import redirect_stderr
 from pathlib import Path
 
-from scripts.flags import UserError
+from scripts.flags import UserError, quiet
 
 
 def cache_root() -> Path:
@@ -69,7 +69,6 @@ def convert(path: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, GenerationConfig
 
-    from scripts.data import quiet
     with quiet(), redirect_stderr(io.StringIO()):  # the bar of GGUF conversion has no switch of its own
         try:
             model = AutoModelForCausalLM.from_pretrained(

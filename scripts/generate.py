@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 from scripts import vocabulary
-from scripts.data import DataError, chat_ids, kebab_flags, load, pad_id, prompt_ids, quiet, render
+from scripts.data import DataError, chat_ids, load, pad_id, prompt_ids, render
 from scripts.checkpoint import read_json
-from scripts.flags import Refused, UserError, to_bool
+from scripts.flags import Refused, UserError, quiet, run_script, to_bool
 
 EVAL_BATCH = 16
 
@@ -224,6 +224,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

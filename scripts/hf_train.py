@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
-import train  # noqa: E402
-from scripts import adapters, checkpoint, data, launcher, logs, optim, packing, places  # noqa: E402
-from scripts.flags import UserError, option, parse_flags  # noqa: E402
+import train
+from scripts import adapters, checkpoint, data, launcher, logs, memory, optim, packing, places
+from scripts.flags import UserError, option, parse_flags, refuse
 
 OPTIMIZERS = {"adamw": "adamw_torch", "fused_adamw": "adamw_torch_fused"}
 PRECISIONS = {"bf16": "bfloat16", "mp_bf16": "bfloat16", "mp_bf16_autocast": "float32", "fp32": "float32"}
@@ -62,8 +62,7 @@ def parse(argv: list[str]) -> Config:
         sys.exit(0)
     aliases = {"precision": train.PRECISION_ALIASES}
     config, found = parse_flags(Config, argv, aliases)
-    if found := found or problems(config):
-        raise UserError("\n  ".join(found))
+    refuse(found or problems(config))
     return config
 
 
@@ -170,7 +169,7 @@ def make_trainer(config: Config, folder: Path, held: data.Held):
 
     class Trainer(SFTTrainer):
         peak = staticmethod(torch.accelerator.max_memory_allocated if train.accelerator_count()
-                            else logs.host_peak)
+                            else memory.peak)
 
         def create_scheduler(self, num_training_steps, optimizer=None):
             optimizer = getattr(optimizer or self.optimizer, "optimizer", optimizer or self.optimizer)

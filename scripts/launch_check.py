@@ -15,8 +15,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+from scripts.flags import Refused, UserError, run_script
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # so that it runs from any folder
 PART = {"cpu": 2**22}  # bytes each rank contributes to a collective; on accelerators 2**28
 
 
@@ -115,7 +117,6 @@ def main(
 ):
     "Report what each process of a run sees, how fast they exchange data, and which differ."
     from scripts import launcher
-    from scripts.flags import Refused, UserError
     try:
         code = launcher.run_ranks(__file__, look, world_size, master_addr, master_port)
     except UserError as error:
@@ -124,7 +125,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    from scripts.data import kebab_flags
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

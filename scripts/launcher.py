@@ -6,7 +6,11 @@ in which the ranks find each other: who cannot start, who failed first, who is s
 Exit codes: 0 done; 1 a failure, with its traceback; 2 something the person can mend, in one message; 75
 (EX_TEMPFAIL) stopped by a signal, everything saved: `--resume auto` goes on; 76 a node was lost: likewise,
 from the last checkpoint; 130 a second Ctrl-C; 128 + n a process was ended by signal n.
+
+SIGUSR2 ends nothing: every rank writes to stderr where each of its threads stands. The launcher asks for it
+before it ends ranks that have files for their errors.
 """
+import faulthandler
 import json
 import os
 import signal
@@ -19,15 +23,16 @@ from pathlib import Path
 from typing import Callable
 
 from scripts import places
-from scripts.flags import UserError
+from scripts.flags import UserError, refuse
 from scripts.places import Place
 
 # The process that has looked at flags, files and devices for the ranks that it has started: its number.
 CHECKED = "QSHARD_CHECKED"
 STOPPED, NODE_LOST, AT_ONCE = 75, 76, 130
-# What ranks get for a Ctrl-C: where they still import, SIGINT would print a traceback.
-CTRL_C = signal.SIGUSR2
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, CTRL_C)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# How a launcher passes a Ctrl-C on. Not as SIGINT: where all processes get one (srun), a rank would take the
+# launcher's for a second Ctrl-C; and one that still imports would end in a traceback.
+INTERRUPT = signal.SIGVTALRM
 
 
 def handle(action) -> None:
@@ -39,7 +44,7 @@ def handle(action) -> None:
 
 def name_of(number: int) -> str:
     """What the person did, or which signal came."""
-    return "Ctrl-C" if number in (signal.SIGINT, CTRL_C) else signal.Signals(number).name
+    return "Ctrl-C" if number in (signal.SIGINT, INTERRUPT) else signal.Signals(number).name
 
 
 # ----------------------------------------------------------------------------------------------- in each rank
@@ -47,16 +52,27 @@ def name_of(number: int) -> str:
 class Stops:
     """Signals that ask this rank to stop. While `at_once` they end the process where it is, since nothing is
     trained yet; afterwards they are only noted in `asked` (a signal's number), for the ranks to agree at the
-    next step. A SIGINT after another signal ends the process where it is."""
+    next step. A SIGINT after another signal ends the process where it is. SIGUSR2 is answered with stacks."""
 
     def __init__(self):
         self.asked, self.at_once = 0, True
         handle(self.take)
+        signal.signal(INTERRUPT, self.take)
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
 
     def take(self, number: int, frame) -> None:
         if self.at_once or (number == signal.SIGINT and self.asked):
             os._exit(STOPPED if self.at_once else AT_ONCE)
-        self.asked = number
+        self.asked = signal.SIGINT if number == INTERRUPT else number
+
+
+def record_collectives(error_dir: str | None) -> None:
+    """Has NCCL write, on a timeout, in which collectives each rank was: to nccl_<rank> in `error_dir`, or
+    where torch does. Before the process group is made."""
+    wanted = dict(TORCH_FR_BUFFER_SIZE="2000", TORCH_NCCL_DUMP_ON_TIMEOUT="1")
+    wanted |= dict(TORCH_FR_DUMP_TEMP_FILE=f"{error_dir}/nccl_") if error_dir else {}
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
 
 
 def end_with_parent() -> None:
@@ -113,8 +129,7 @@ class Nodes:
         if len({local for _, local, _ in every}) > 1:
             sizes = ", ".join(f"{host} {local}" for host, local, _ in every)
             lines.append(f"the nodes have unequal numbers of processes ({sizes}): use --gpus-per-node")
-        if lines:
-            raise UserError("\n  ".join(lines))
+        refuse(lines)
 
     def ended(self) -> int | None:
         """The exit code of the run once another node has ended it. Tells, too, that this node is there."""
@@ -230,6 +245,8 @@ def wait(ranks: Ranks, nodes: Nodes, asked: list[int]) -> int:
     lost = [] if failed is None or stopped or code == 2 else nodes.lost()
     result = STOPPED if stopped else NODE_LOST if lost else code if code >= 0 else 128 - code
     first = failed is not None and nodes.end(result)
+    if ranks.logs and not stopped and code != 2:
+        ranks.signal(signal.SIGUSR2)  # the file of each ends in where it stood
     ranks.end(30 if stopped or asked else 0.5)
     if first and lost:
         print(f"train.py: error: lost {', '.join(lost)}; --resume auto goes on from the last checkpoint",
@@ -243,8 +260,7 @@ def launch(script: str, argv: list[str], place: Place, problems=(), error_dir: s
     """Runs this node's ranks of `script`. Returns the exit code of the run. Signals are passed on, and a
     Ctrl-C after another signal ends all at once. Raises UserError for `problems`, on the first node those of
     all."""
-    if problems and place.nodes == 1:
-        raise UserError("\n  ".join(problems))
+    refuse(problems if place.nodes == 1 else ())
     ranks, asked = None, []
 
     def pass_on(number, frame):
@@ -254,16 +270,18 @@ def launch(script: str, argv: list[str], place: Place, problems=(), error_dir: s
             os._exit(AT_ONCE)
         asked.append(number)
         if ranks:
-            ranks.signal(CTRL_C if number == signal.SIGINT else number)
+            ranks.signal(INTERRUPT if number == signal.SIGINT else number)
         os.write(2, f"\n{name_of(number)}: stopping; a step that has begun is ended and saved (a Ctrl-C now "
                     "stops at once)\n".encode())  # print is not safe inside a handler
     handle(pass_on)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # ranks inherit that, until they can answer it
     nodes = Nodes(place)
     try:
         nodes.agree(list(problems), asked)
         if sys.stdout.isatty():  # they import for seconds before they say anything
             print(f"start   {place.local_world} process{'es' * (place.local_world > 1)}", flush=True)
         ranks = Ranks(script, argv, place, nodes.store.port, error_dir)
+        signal.signal(signal.SIGUSR2, lambda number, frame: ranks.signal(number))
         if asked:  # while they were being started
             ranks.end(0)
             nodes.end(STOPPED)
@@ -289,7 +307,10 @@ def run_ranks(script: str, work: Callable, world_size: int = -1, address: str = 
     if place.local_rank is None:
         return launch(script, sys.argv[1:], place)
     os.environ.update(place.environment())
-    runtime = train.start_runtime(timeout_minutes=5)
-    code = work(runtime)
-    train.stop_runtime()
+    try:
+        runtime = train.start_runtime(timeout_minutes=5)
+        code = work(runtime)
+        train.stop_runtime()
+    except BaseException as error:
+        train.fail(error, place.rank)
     return code or 0

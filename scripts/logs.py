@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import resource
 import shlex
 import shutil
 import statistics
@@ -15,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts import flops, profiling
+from scripts import flops, memory
 from scripts.flags import UserError, option
 
 LOG_TO = ("tqdm", "stdout", "wandb", "tensorboard")
@@ -72,71 +71,6 @@ def wandb_ready() -> bool:
     except (OSError, netrc.NetrcParseError):
         return False
     return found.authenticators("api.wandb.ai") is not None
-
-
-def host_peak() -> int:
-    """Bytes: the largest resident size of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def host_memory() -> int:
-    """Bytes of private host memory in use now; memory-mapped files (the checkpoint) are not counted."""
-    pages = Path("/proc/self/statm")
-    if not pages.exists():
-        return host_peak()
-    resident, shared = (int(n) for n in pages.read_text().split()[1:3])
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
-
-
-class Memory:
-    """Memory in use at named moments (`Runtime.phase`) up to the end of the third step, for --profile_memory:
-    on an accelerator what is allocated and reserved, on a CPU the process's private memory. Only counters of
-    the host are read."""
-
-    def __init__(self, device):
-        import torch
-        self.moments: dict[str, int] = {}
-        self.steps = 3
-        self.kinds, self.peaks = dict(allocated=host_memory), dict(allocated=host_peak)
-        if device.type != "cpu":
-            now, most = torch.accelerator.memory_allocated, torch.accelerator.max_memory_allocated
-            self.kinds = dict(allocated=now, reserved=torch.accelerator.memory_reserved)
-            self.peaks = dict(allocated=most, reserved=torch.accelerator.max_memory_reserved)
-        if memory := profiling.recordable(device):  # the newest allocations, for profiling.explained
-            memory._record_memory_history(enabled="all", max_entries=100_000)
-
-    def __call__(self, moment: str, kinds: dict | None = None) -> None:
-        """Of a moment that comes several times (micro-batches) the largest value is kept."""
-        for kind, read in (kinds or self.kinds).items() if self.steps else ():
-            name = f"memory/{kind}_{moment}"
-            self.moments[name] = max(read(), self.moments.get(name, 0))
-
-    def forget_evaluation(self) -> None:
-        """Its phases are not those of a step; what came before the first step stays."""
-        self.moments = {name: value for name, value in self.moments.items() if "_after_model_" in name}
-
-    def take(self, runtime) -> dict[str, int]:
-        """The moments of a step, and of what came before the first, in bytes: of each the largest of all
-        ranks."""
-        if not self.steps:
-            return {}
-        self("peak", self.peaks)
-        names, values = zip(*self.moments.items())
-        self.moments, self.steps = {}, self.steps - 1
-        return dict(zip(names, map(int, runtime.gather(*values).amax(0).tolist())))
-
-
-def watch_memory(config, runtime):
-    """The runtime, noting memory where --profile_memory is on."""
-    return dataclasses.replace(runtime, phase=Memory(runtime.device)) if config.profile_memory else runtime
-
-
-def host_free(processes: int) -> int:
-    """Bytes of host memory that are free, page cache included, for each of so many processes."""
-    info = Path("/proc/meminfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    return found[0] // processes if found else 2**62
 
 
 def describe(row: dict, room: int = WIDTH) -> str:
@@ -321,7 +255,7 @@ class Metrics:
     def record(self, loss, norm, tokens: int, supervised: int, **row) -> None:
         """Adds the row of a step from this rank's summed `loss` and `tokens`, the global gradient `norm` and
         number of `supervised` tokens. Raises UserError as `judge` does."""
-        every = self.runtime.gather(loss.item(), tokens, host_memory(), self.runtime.peak_memory(),
+        every = self.runtime.gather(loss.item(), tokens, memory.host(), self.runtime.peak_memory(),
                                     self.waited, self.runtime.retries() - self.retried)
         loss, tokens, host, *_ = every.sum(0).tolist()
         seconds = time.perf_counter() - self.clock
@@ -397,8 +331,6 @@ class Metrics:
     def evaluated(self, eval_loss: float, **row) -> None:
         """Adds the row of an evaluation."""
         row |= dict(eval_loss=eval_loss, eval_perplexity=math.exp(min(eval_loss, 700)))
-        if self.watch:
-            self.watch.forget_evaluation()
         self.evals.append(row)
         if self.sink:
             self.file.write(to_json(row) + "\n")
@@ -425,9 +357,10 @@ class Metrics:
         recent = sum(row["tokens"] for row in mine)
         tokens = sum(row["tokens"] for row in self.rows)
         found = dict(seconds=round(seconds, 1), steps=len(self.rows), tokens=tokens,
-                     tokens_per_second=round(recent / seconds, 1), loss_first=self.rows[0]["loss"],
-                     loss_last=self.rows[-1]["loss"],
-                     peak_memory_bytes=max(row["peak_memory_bytes"] for row in self.rows))
+                     tokens_per_second=round(recent / seconds, 1))
+        if self.rows:  # not where a run went on, elsewhere, from its last step
+            found |= dict(loss_first=self.rows[0]["loss"], loss_last=self.rows[-1]["loss"],
+                          peak_memory_bytes=max(row["peak_memory_bytes"] for row in self.rows))
         found |= dict(resumed_at=self.done) if self.done else {}
         for name in ("tokens_per_second", "mfu") if mine else ():
             if values := [row[name] for row in mine[1:] or mine if name in row]:  # the first is slow
@@ -471,7 +404,7 @@ def introduce(config, facts: dict, folder: Path, held, runtime, total: int) -> N
     for text in cautions(config, facts, folder, max(held.lengths)):
         say("note", text)
     if config.verbose:
-        found(facts)
+        show_structure(facts)
 
 
 def changed_flags(config) -> list[str]:
@@ -496,7 +429,7 @@ def cautions(config, facts: dict, folder: Path, longest: int) -> list[str]:
     return texts
 
 
-def found(facts: dict) -> None:
+def show_structure(facts: dict) -> None:
     """What was discovered of the model's structure."""
     parts = facts["structure"]
     share = f", {parts['share']:.2%} of their parameters quantised" if parts["share"] else ""
@@ -510,13 +443,16 @@ def found(facts: dict) -> None:
 
 def finish(config, summary: dict) -> None:
     """What came out, and the command that tries it."""
-    losses = f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f}"
     done = summary["steps"] - summary.get("resumed_at", 0)
     made = f" ({done} of them now)" if done < summary["steps"] else ""
     speed = f", {summary['tokens_per_second']:.0f} tokens/s" if done else ""
-    say("done", f"{summary['steps']} steps{made} in {summary['seconds']:.0f} s, loss {losses}, "
-                f"{summary['tokens']} tokens{speed}, peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB "
-                "per process")
+    if summary["steps"]:
+        losses = f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f}"
+        say("done", f"{summary['steps']} steps{made} in {summary['seconds']:.0f} s, loss {losses}, "
+                    f"{summary['tokens']} tokens{speed}, peak {summary['peak_memory_bytes'] / 2**30:.2f} GiB "
+                    "per process")
+    else:
+        say("done", "no step was left to make")
     if "first_step_seconds" in summary:
         share = f", MFU {summary['median_mfu']:.1%}" if "median_mfu" in summary else ""
         say("speed", f"{summary['median_tokens_per_second']:.0f} tokens/s{share} in a median step; the first "

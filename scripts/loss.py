@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from scripts import models
+from scripts.quantize import product_dtype
 
 LOGITS_PER_CHUNK = 2**23  # elements of logits alive at a time: 32 MiB in fp32, and four of that at the peak
 TOKENS = 2048  # whose hidden states go through a quantised head at a time
@@ -26,8 +27,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, transform, smoothing):
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        kind, dtype = hidden.device.type, product_dtype(hidden)
         leaves = [t if t is None else t.detach().to(dtype).requires_grad_(needed)
                   for t, needed in zip((weight, bias), ctx.needs_input_grad[1:3])]
         total, grad_hidden = hidden.new_zeros((), dtype=torch.float32), torch.zeros_like(hidden)
@@ -122,8 +122,7 @@ class StreamedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, head, labels, transform, smoothing):
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        kind, dtype = hidden.device.type, product_dtype(hidden)
         total, grad = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
         with torch.autocast(kind, enabled=False), KeepHere():
             for low in range(0, len(hidden), TOKENS):

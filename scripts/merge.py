@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 from scripts.block_expansion import find_blocks, layer_count
 from scripts.checkpoint import (Checkpoint, Entry, check_new_folder, copy_companions, fingerprint, new_blocks,
                                 find_slots, open_model, read_json, staged, write_json, write_model)
-from scripts.data import kebab_flags, quiet
-from scripts.flags import Refused, UserError
+from scripts.flags import Refused, UserError, quiet, refuse, run_script
 
 MERGE_BASES = ("original", "dequantized")
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -86,15 +85,9 @@ def read_modules(stored: Checkpoint, saved: dict[str, str]) -> dict[str, dict[st
             modules.setdefault(match[1], {})[kinds[match[2]]] = name
         elif name not in saved.values():
             strange.append(name)
-    if strange:
-        raise UserError(listed("the adapter has tensors that are neither LoRA's nor DoRA's, nor of its "
-                               "modules_to_save:", strange))
+    refuse(strange, "the adapter has tensors that are neither LoRA's nor DoRA's, nor of its modules_to_save:",
+           most=8)
     return modules
-
-
-def listed(title: str, lines: list[str]) -> str:
-    more = [f"... and {len(lines) - 8} more"] if len(lines) > 8 else []
-    return "\n  ".join([title, *lines[:8], *more])
 
 
 def check_config(config: dict, run: dict | None, file: Path) -> None:
@@ -129,8 +122,7 @@ def check_modules(modules: dict, adapter: Checkpoint, base: Checkpoint, config: 
         wanted = dict(A=(config["r"], *shape[1:]), B=(shape[0], config["r"]), magnitude=(shape[0],))
         problems += [f"{found[part]}: has shape {adapter.shape[found[part]]}, wanted {wanted[part]}"
                      for part in sorted(parts) if adapter.shape[found[part]] != wanted[part]]
-    if problems:
-        raise UserError(listed("the adapter does not fit the base:", problems))
+    refuse(problems, "the adapter does not fit the base:", most=8)
 
 
 def check_targets(modules, base: Base, config: dict) -> None:
@@ -145,8 +137,7 @@ def check_targets(modules, base: Base, config: dict) -> None:
                    if name.endswith(".weight") and ".experts." not in name]
         lacking = [name for name in weights
                    if name not in modules and ("." + name).endswith(tuple("." + t for t in targets))]
-    if lacking:
-        raise UserError(listed("targets of adapter_config.json without tensors in the adapter:", lacking))
+    refuse(lacking, "targets of adapter_config.json without tensors in the adapter:", most=8)
 
 
 def check_tied(modules: dict, base: Base) -> None:
@@ -224,8 +215,7 @@ def read_saved(adapter: Checkpoint, config: dict, base: Base, ties: list[list[st
         has, wanted = adapter.shape[tensor], base.stored.shape.get(like.get(name, name))
         fits = has == wanted or wanted and longer(has, wanted, base)
         problems += [] if fits else [f"{tensor}: has shape {has}, wanted {wanted}"]
-    if problems:
-        raise UserError(listed("the adapter does not fit the base:", problems))
+    refuse(problems, "the adapter does not fit the base:", most=8)
     return saved
 
 
@@ -256,6 +246,7 @@ def exchange(saved: dict[str, str], adapter: Checkpoint, base: Base, ties: list[
 
 
 def read_adapter(folder: Path, run: dict | None, base: Base) -> Change:
+    from scripts import adapters
     file, adapter = folder / "adapter_config.json", Checkpoint(folder, "adapter_model")
     if adapter.unreadable:
         raise UserError(f"{folder}: " + "; ".join(adapter.unreadable))
@@ -270,7 +261,7 @@ def read_adapter(folder: Path, run: dict | None, base: Base) -> Change:
     check_modules(modules, adapter, base.stored, config)
     check_targets({*modules, *(name.rpartition(".")[0] for name in saved)}, base, config)
     check_tied(modules, base)
-    scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+    scaling = adapters.scaling(config["lora_alpha"], config["r"], config.get("use_rslora", False))
     facts = dict(kind="dora" if config.get("use_dora") else "lora", r=config["r"],
                  lora_alpha=config["lora_alpha"], use_rslora=bool(config.get("use_rslora")), scaling=scaling,
                  targets=sorted({module.split(".")[-1] for module in modules}), linears=len(modules),
@@ -298,8 +289,7 @@ def read_blocks(folder: Path, run: dict | None, base: Base) -> Change:
     shapes = {name: (trained.shape[name], base.stored.shape[name]) for name in trained.file if name in wanted}
     problems += [f"{name}: has shape {has}, wanted {want}" for name, (has, want) in shapes.items()
                  if has != want]
-    if problems:
-        raise UserError(listed("the trained blocks do not fit the base:", problems))
+    refuse(problems, "the trained blocks do not fit the base:", most=8)
     functions = {name: lambda weight, name=name: trained.tensor(name).to(weight.dtype) for name in wanted}
     return Change(functions, dict(kind="llama_pro", blocks=new, scaling=None, r=None, targets=[]))
 
@@ -502,6 +492,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

@@ -62,6 +62,11 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
     return best
 
 
+def parts(block: nn.Module) -> list[nn.Module]:
+    """A block's attention and MLP: those of its children that hold matrices."""
+    return [child for child in block.children() if any(p.ndim > 1 for p in child.parameters())]
+
+
 @functools.cache
 def is_plain(kind: type[Any]) -> bool:
     """Whether modules of this class compute x W^T + b and nothing else, found out on a trial weight: Falcon's

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from scripts.flags import UserError
+from scripts.quantize import load_bitsandbytes
 
 BLOCK = 256        # elements that share a scale in bitsandbytes' 8-bit states
 SMALLEST = 4096    # parameters with fewer elements keep 32-bit states, as in bitsandbytes
@@ -29,6 +30,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def local_bytes(tensors) -> int:
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
 class LocalOptimizer(torch.optim.Optimizer):
     """A bitsandbytes optimiser (`kind`: a class of bitsandbytes.optim) for sharded parameters.
 
@@ -40,10 +45,9 @@ class LocalOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params, kind: str, bits: int = 32, paged: bool = False, **options):
-        import bitsandbytes
         self.bits = bits
         with _disable_current_modes():  # code books come of values, which fake tensors lack
-            self.inner = {width: getattr(bitsandbytes.optim, kind)(
+            self.inner = {width: getattr(load_bitsandbytes().optim, kind)(
                 [nn.Parameter(torch.empty(0))], optim_bits=width, is_paged=paged, min_8bit_size=0, **options)
                 for width in {bits, 32}}
             books = {name: book.tolist() for name, book in self.inner[bits].name2qmap.items()}

@@ -147,19 +147,39 @@ def collate_packed(rows: list[list[Sample]], pad_id: int) -> dict:
     return {name: torch.tensor(values) for name, values in batch.items()}
 
 
-def arguments(batch: dict, device) -> tuple[dict, int]:
-    """A collated batch -> the model's arguments on `device`, and the number of supervised tokens.
+def prepared(batch: dict) -> tuple[dict, int]:
+    """A collated batch -> the model's arguments, on the host, and the number of supervised tokens.
 
     The supervised positions (flat) and their labels are picked out here, on the host, and so are the
-    documents of packed rows, so that no shape on the device depends on a value there.
+    documents of packed rows, so that no shape on the device depends on a value there. Where there is an
+    accelerator they lie in pinned memory: from there alone they are sent beside the computation.
     """
+    import torch
+
     from scripts import attention
     targets = batch["targets"].flatten()
     positions = (targets != IGNORE).nonzero().flatten()
-    sent = {name: tensor for name, tensor in batch.items() if name != "targets"}
-    sent |= dict(positions=positions, labels=targets[positions])
-    sent = {name: tensor.to(device, non_blocking=True) for name, tensor in sent.items()}
+    made = {name: tensor for name, tensor in batch.items() if name != "targets"}
+    made |= dict(positions=positions, labels=targets[positions])
     if "position_ids" in batch:
-        groups = attention.documents(batch["position_ids"])
-        sent["documents"] = tuple(tensor.to(device, non_blocking=True) for tensor in groups)
-    return sent, len(positions)
+        made["documents"] = attention.documents(batch["position_ids"])
+    if torch.accelerator.is_available():
+        made = _each(made, lambda tensor: tensor.pin_memory())
+    return made, len(positions)
+
+
+def sent(made: dict, device) -> dict:
+    """Arguments on the host -> those on `device`."""
+    return _each(made, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def arguments(batch: dict, device) -> tuple[dict, int]:
+    """A collated batch -> the model's arguments on `device`, and the number of supervised tokens."""
+    made, count = prepared(batch)
+    return sent(made, device), count
+
+
+def _each(made: dict, change) -> dict:
+    """`change` of every tensor; "documents" are a tuple of them."""
+    return {name: tuple(map(change, value)) if isinstance(value, tuple) else change(value)
+            for name, value in made.items()}

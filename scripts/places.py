@@ -136,7 +136,6 @@ def place(env, world_size: int, address: str, port: int, accelerators: int) -> P
     (localhost: not given), --master_port (0: not given), and the accelerators that torch sees here. Raises
     UserError naming what is missing or contradictory."""
     said = world_size if world_size > 0 else None
-    asked = {"--master_addr": None if address == "localhost" else address}, {"--master_port": port or None}
     usual = accelerators or min(2, cores())
     step = in_step(env)
     if step and not accelerators and (granted := number(env, "SLURM_GPUS_ON_NODE")):
@@ -146,8 +145,9 @@ def place(env, world_size: int, address: str, port: int, accelerators: int) -> P
     claims = {"--world_size": said, "WORLD_SIZE": number(env, "WORLD_SIZE")}
     if not step and "RANK" not in env and "WORLD_SIZE" not in env:
         return Place(0, None, said or usual, said or usual, address, port)
-    address = agreed(asked[0] | {"MASTER_ADDR": env.get("MASTER_ADDR")})
-    port = agreed(asked[1] | {"MASTER_PORT": number(env, "MASTER_PORT")})
+    address = agreed({"--master_addr": None if address == "localhost" else address,
+                      "MASTER_ADDR": env.get("MASTER_ADDR")})
+    port = agreed({"--master_port": port or None, "MASTER_PORT": number(env, "MASTER_PORT")})
     if step and ("RANK" not in env or "LOCAL_RANK" not in env):
         return step_place(env, claims, address, port, usual)
     found = variables(env)

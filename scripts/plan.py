@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from scripts.flags import UserError, option  # noqa: E402
+from scripts.flags import UserError, option, run_script
 
 GIB = 2**30
 # Estimates, since no GPU was there to measure them: CUDA context, NCCL's buffers, cuBLAS' workspaces ...
@@ -371,7 +371,7 @@ def as_json(made: Plan, rows: list, sizes: dict) -> dict:
                 changes=rows, largest=sizes, config=dataclasses.asdict(made.config))
 
 
-def worlds(config) -> int:
+def processes(config) -> int:
     import train
     return config.world_size if config.world_size > 0 else train.accelerator_count() or 2
 
@@ -384,7 +384,7 @@ def answer(config) -> None:
     if config.compile:
         print("planned as without --compile: what compiled blocks hold on the way is not known beforehand")
         config = dataclasses.replace(config, compile=False)
-    made, rows, sizes = plan(config, worlds(config), config.plan), [], {}
+    made, rows, sizes = plan(config, processes(config), config.plan), [], {}
     print(report(made), flush=True)
     if made.verdict()[0] == "fits":
         factor = FRAGMENTATION if made.reserved is None else max(1.0, made.reserved / made.allocated)
@@ -449,8 +449,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-
-    from scripts.data import kebab_flags
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

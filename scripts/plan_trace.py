@@ -7,24 +7,25 @@ Registering the device cannot be undone: plan in a process of its own.
 """
 import contextlib
 import gc
-import logging
 import weakref
 from collections import defaultdict, deque
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _DummyBackendModule
 
 from scripts.checkpoint import Checkpoint
 from scripts.cuda_allocator import rounded
+from scripts.optim import local_bytes
 from scripts.quantize import HQQ, NF4, Int8
 
 NAME = "gpu"  # of the fake accelerator
-ACCELERATOR, PINNED, HOST = "accelerator", "pinned", "pageable"  # where memory is
-NODE = "host"  # pinned and pageable together
+ACCELERATOR, PINNED, PAGEABLE = "accelerator", "pinned", "pageable"  # where memory is
+HOST = "host"  # pinned and pageable together
 # What half-precision matrix products are under autocast on CUDA; a fake device has no table of its own.
 AUTOCAST = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")
 
@@ -113,7 +114,7 @@ LIBRARIES: list = []
 class Trace(TorchDispatchMode):
     """Every allocation and release of storage memory, with what it is for (`tag`) and when (`phase`).
 
-    now[place]: bytes held; peak[phase, place]: most bytes; parts[phase, place]: {tag: bytes} at that moment;
+    held[place]: bytes held; peak[phase, place]: most bytes; parts[phase, place]: {tag: bytes} at that moment;
     together: most bytes in all places during the steps; events: the accelerator's, for cuda_allocator.replay;
     blocking: copies that made the host wait.
     """
@@ -149,10 +150,10 @@ class Trace(TorchDispatchMode):
         self.by[place, tag] += size - old
         self.note(place)
         if place != ACCELERATOR:
-            self.held[NODE] += size - old
-            self.note(NODE)
+            self.held[HOST] += size - old
+            self.note(HOST)
         if self.phase not in ("load", "save"):
-            self.together = max(self.together, self.held[ACCELERATOR] + self.held[NODE])
+            self.together = max(self.together, self.held[ACCELERATOR] + self.held[HOST])
 
     def note(self, place: str) -> None:
         if self.held[place] > self.peak.get((self.phase, place), -1):
@@ -162,7 +163,7 @@ class Trace(TorchDispatchMode):
     def enter(self, phase: str) -> None:
         """A new phase; what is held now counts for it."""
         self.phase = phase
-        for place in (ACCELERATOR, PINNED, HOST, NODE):
+        for place in (ACCELERATOR, PINNED, PAGEABLE, HOST):
             self.note(place)
 
     def size(self, place: str, count: int) -> int:
@@ -187,7 +188,7 @@ class Trace(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage in self.ids:
             return self.resized(storage, storage.nbytes())
-        place = ACCELERATOR if tensor.device.type == self.kind else PINNED if pinned else HOST
+        place = ACCELERATOR if tensor.device.type == self.kind else PINNED if pinned else PAGEABLE
         if pinned:
             self.pinned.add(storage)
         self.ids[storage] = self.add(place, self.size(place, storage.nbytes()), self.tag)
@@ -218,7 +219,6 @@ class Trace(TorchDispatchMode):
     # -- operations
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        from torch.distributed.tensor import DTensor
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor takes it apart; its local operations come by here
         kwargs = dict(kwargs or {})
@@ -401,8 +401,6 @@ def reports(train) -> list:
 
 def stand_ins(train, config) -> list:
     """What fake tensors, or the fake device, lack."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports optional kernels it does not find
-    import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
     from torch.distributed.fsdp._fully_shard import _fsdp_init
     from transformers import masking_utils
 
@@ -532,15 +530,6 @@ def label_parameters(trace: Trace, model) -> None:
                 trace.label(buffer, "buffers")
 
 
-def local_bytes(tensors) -> int:
-    local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
-    return sum(t.numel() * t.element_size() for t in local)
-
-
-def state_tensors(optimizer) -> list:
-    return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-
-
 def steps(trace: Trace, train, training, count: int) -> None:
     """`count` optimiser steps; from the second on the optimiser's state is there. Two micro-batches show all
     that gradient accumulation adds."""
@@ -578,8 +567,9 @@ def run(train, config, folder, world: int, kind: str = NAME, count: int = 2) -> 
         trace.enter("save")
         trace.tag = "saving"
         train.checkpoint.write_tensors(folder, "model", model.trained(), False)
+        state = train.optim.state_tensors(training.optimizer, model.trained())
         facts = dict(model.facts, parameters_bytes=local_bytes(model.module.parameters()),
                      trained_bytes=local_bytes(model.trained().values()),
-                     state_bytes=local_bytes(state_tensors(training.optimizer)))
+                     state_bytes=local_bytes(state.values()))
         del model, training
     return trace, facts

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
-from scripts.checkpoint import check_file  # noqa: E402
-from scripts.data import kebab_flags  # noqa: E402
-from scripts.flags import Refused, UserError  # noqa: E402
+from scripts.checkpoint import check_file
+from scripts.flags import Refused, UserError, run_script
 
 # Column of metrics.jsonl -> title of its panel.
 PANELS = {"loss": "loss per supervised token", "lr": "learning rate", "grad_norm": "gradient norm",
@@ -114,6 +113,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from fastcore.script import call_parse
-    sys.argv = kebab_flags(sys.argv)
-    call_parse(main)
+    run_script(main)

@@ -10,9 +10,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from scripts.checkpoint import Checkpoint, PartRows, read_json
 from scripts.flags import UserError
-from scripts.quantize import NF4, as_bytes, dynamic_map
+from scripts.quantize import NF4, as_bytes, dynamic_map, load_bitsandbytes
 
 PIECE = 1024  # rows dequantised at a time
 
@@ -26,8 +28,8 @@ class Dequantized(Checkpoint):
         self.settings, self.read_as, self.packed = settings, dtype, set()
         try:
             for name in list(self.file):
-                if name in self.file and self.find(name):
-                    self.packed.add(name)
+                if weight := name in self.file and self.find(name):
+                    self.packed.add(weight)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.unreadable.append(f"{name}: no readable {self.title} weight ({error!r})")
 
@@ -35,9 +37,9 @@ class Dequantized(Checkpoint):
     def note(self) -> str:
         return f"{len(self.packed)} {self.title} weights are dequantised on reading"
 
-    def find(self, name: str) -> bool:
-        """Whether a tensor is a quantised weight: if so, hides what belongs to it and sets shape and dtype.
-        """
+    def find(self, name: str) -> str | None:
+        """The quantised weight that a stored tensor begins; what belongs to it is then hidden, and its shape
+        and dtype are set."""
         raise NotImplementedError
 
     def dequantize(self, name: str, low: int, high: int):
@@ -71,9 +73,9 @@ class Bnb4(Dequantized):
         taken = f"{len(self.packed)} {self.title} weights are taken as they are"
         return taken if self.asked else super().note
 
-    def find(self, name: str) -> bool:
+    def find(self, name: str) -> str | None:
         if self.mark not in name:
-            return False
+            return None
         weight, _, kind = name.partition(self.mark)
         state = json.loads(bytes(self.stored(name).tolist()))
         state["scale"] = {"U8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4}[self.dtype[weight]]
@@ -86,12 +88,10 @@ class Bnb4(Dequantized):
         self.states[weight], self.dtype[weight] = state, state["dtype"]
         self.shape[weight] = tuple(state["shape"])
         self.recipes[kind, state["blocksize"], state.get("nested_blocksize")] += 1
-        self.packed.add(weight)
-        return False  # `name` itself is no weight
+        return weight
 
     def absmax(self, name: str):
         """(blocks,) fp32 of a whole weight: a 32nd of its bytes, and codes are scaled across rows."""
-        import torch
         state, found = self.states[name], self.stored(f"{name}.absmax")
         if "nested_offset" not in state:
             return found.float()
@@ -102,13 +102,11 @@ class Bnb4(Dequantized):
 
     def bytes_of(self, name: str, low: int, high: int):
         """Packed bytes of rows [low, high), two weights a byte."""
-        import torch
         of, scale = math.prod(self.shape[name][1:]), 2 * self.states[name]["scale"]
         return self.stored(name, low * of // scale, high * of // scale).view(torch.uint8).view(-1)
 
     def dequantize(self, name: str, low: int, high: int):
-        import bitsandbytes  # noqa: F401  registers torch.ops.bitsandbytes
-        import torch
+        load_bitsandbytes()
         state, shape = self.states[name], self.shape[name]
         block, columns = state["blocksize"], math.prod(shape[1:])
         first, last = (0, shape[0]) if columns % block else (low, high)  # blocks that go across rows
@@ -136,7 +134,6 @@ class Bnb4(Dequantized):
 
     def usual_tables(self) -> bool:
         """Whether the statistics' codes mean what bitsandbytes' own mean: its kernels have them built in."""
-        import torch
         table = dynamic_map(torch.device("cpu"))
         nested = [name for name, state in self.states.items() if "nested_offset" in state]
         return all(self.stored(f"{name}.nested_quant_map").equal(table) for name in nested)
@@ -148,7 +145,6 @@ class Bnb4(Dequantized):
                 if f"{name}.weight" in self.shape and f"{name}.weight" not in self.packed}
 
     def part_rows(self, name: str, quantizer, limits) -> PartRows | None:
-        import torch
         if name not in self.packed or not self.asked or not isinstance(quantizer, NF4):
             return None
         state, columns = self.states[name], self.shape[name][1]
@@ -168,16 +164,15 @@ class Bnb8(Dequantized):
     """LLM.int8 (arXiv:2208.07339): int8 rows, each with its largest absolute value."""
     title = "bitsandbytes 8-bit"
 
-    def find(self, name: str) -> bool:
+    def find(self, name: str) -> str | None:
         stem = name.removesuffix("weight")
         if not name.endswith(".weight") or not self.hide(f"{stem}SCB"):
-            return False
+            return None
         self.hide(f"{stem}weight_format")
         self.dtype[name] = self.read_as
-        return True
+        return name
 
     def dequantize(self, name: str, low: int, high: int):
-        import torch
         scale = self.stored(f"{name.removesuffix('weight')}SCB", low, high).view(-1, 1)
         wide = self.stored(name, low, high) * scale * (1 / 127)
         return wide.to(getattr(torch, self.read_as))
@@ -191,9 +186,9 @@ class Fp8(Dequantized):
     title = "FP8"
     beside = ("input_scale", "activation_scale", "input_scale_ub")  # of activations: not needed
 
-    def find(self, name: str) -> bool:
+    def find(self, name: str) -> str | None:
         if not self.dtype[name].startswith("F8_E"):
-            return False
+            return None
         scale = next((scale for scale in (f"{name}_scale_inv", f"{name}_scale") if self.hide(scale)), None)
         if scale is None:
             raise ValueError("its scale is missing")
@@ -201,11 +196,10 @@ class Fp8(Dequantized):
             self.hide(f"{name.removesuffix('weight')}{part}")
         self.dtype[name] = self.read_as
         self.blocks(name)
-        return True
+        return name
 
     def scales(self, name: str):
         """(rows of blocks, columns of blocks) fp32."""
-        import torch
         found = self.stored(next(s for s in (f"{name}_scale_inv", f"{name}_scale") if s in self.hidden))
         if found.dtype == torch.uint8:  # E8M0: an exponent
             return (found.float() - 127).exp2()
@@ -222,7 +216,6 @@ class Fp8(Dequantized):
         return sizes
 
     def dequantize(self, name: str, low: int, high: int):
-        import torch
         (rows, columns), scales = self.blocks(name), self.scales(name)
         out = torch.empty(high - low, self.shape[name][1], dtype=getattr(torch, self.read_as))
         for first in range(low, high, PIECE):
@@ -237,20 +230,18 @@ class Mxfp4(Dequantized):
     groups, 16 bytes) as stored, (experts, columns, rows) in the model."""
     title = "MXFP4"
 
-    def find(self, name: str) -> bool:
+    def find(self, name: str) -> str | None:
         stem = name.removesuffix("_blocks")
         if stem == name or f"{stem}_scales" not in self.file:
-            return False
+            return None
         experts, rows, groups, width = self.shape[name]
         self.file[stem], self.shape[stem] = self.file[name], (experts, groups * width * 2, rows)
         self.dtype[stem] = self.read_as
         self.hide(name)
         self.hide(f"{stem}_scales")
-        self.packed.add(stem)
-        return False
+        return stem
 
     def dequantize(self, name: str, low: int, high: int):
-        import torch
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
         made = []
         for expert in range(low, high):

@@ -10,6 +10,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from scripts.flags import UserError, option
 
 
@@ -63,7 +65,6 @@ def output(config) -> Path:
 def recordable(device=None):
     """The memory module (torch.cuda.memory, say) of the device or the accelerator at hand, where it can
     record allocations; else None."""
-    import torch
     memory = getattr(torch.get_device_module(device), "memory", None)
     return memory if hasattr(memory, "_record_memory_history") else None
 
@@ -71,7 +72,6 @@ def recordable(device=None):
 def explained(error: BaseException, config, rank: int) -> BaseException:
     """An error of a lack of memory as a UserError that says what to do, every other one as it is. Where
     allocations were recorded, the snapshot of them is written first."""
-    import torch
     kinds, text = (torch.OutOfMemoryError, MemoryError), str(error)
     said = re.search("(?i)out of memory|can't allocate memory", text) and not isinstance(error, UserError)
     if not isinstance(error, kinds) and not said:
@@ -154,7 +154,6 @@ def profiler(config, runtime, done: int = 0):
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports every start and stop
     warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # of a cycle, once they are written
-    import torch
     recorder, first = Recorder(config, runtime, done), done + 1
     cycle = torch.profiler.schedule(wait=wait_steps(config), warmup=config.profiling_warmup_steps,
                                     active=config.profiling_active_steps, repeat=config.profiling_repeat)

@@ -6,6 +6,7 @@ round it: floating-point statistics are kept as their bytes. Add a quantiser: on
 NF4, one row of QUANTIZERS.
 """
 import functools
+import logging
 import math
 from typing import Callable
 
@@ -19,6 +20,21 @@ CHUNK = 2**17  # weights quantised at a time on a CPU, so that what is made on t
 def as_bytes(column: torch.Tensor) -> torch.Tensor:
     """(n, ...) of any dtype -> the same memory as (n, bytes) uint8."""
     return column.contiguous().view(len(column), -1).view(torch.uint8)
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """What autocast makes x, an operand of a matrix product."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+@functools.cache
+def load_bitsandbytes():
+    """The package, whose import registers torch.ops.bitsandbytes; optional kernels that it does not find are
+    no news."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    import bitsandbytes
+    return bitsandbytes
 
 
 @functools.cache
@@ -64,7 +80,7 @@ def quantize_nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return packed.view(-1, 1), absmax
 
 
-class Blocks:
+class Blockwise:
     """What quantisers of blocks along rows share: rows can be quantised by themselves."""
     by_rows = True
     block = 64
@@ -107,13 +123,14 @@ class Blocks:
             yield low, high, self.unpacked(packed, scale.flatten(), size, dtype)
 
 
-class NF4(Blocks):
+class NF4(Blockwise):
     """4-bit NormalFloat with double quantisation (QLoRA, arXiv:2305.14314), bit for bit as bitsandbytes'
     Linear4bit. Folders that bitsandbytes wrote may have FP4, other blocks, and statistics in fp32 (not
     `double`)."""
-    block, block2, per_byte = Blocks.block, 256, 2  # the second level needs the statistics of all rows
+    block, block2, per_byte = Blockwise.block, 256, 2  # the second level needs the statistics of all rows
 
     def __init__(self, config=None, name: str = "nf4", block: int = block, double: bool = True):
+        load_bitsandbytes()
         self.name, self.block, self.double = name, block, double
         self.bits = 4 + (8 / block + 32 / (block * self.block2) if double else 32 / block)
         self.recipe = dict(name=name, block=block, double_quantized=double)
@@ -158,14 +175,14 @@ class NF4(Blocks):
         return torch.ops.bitsandbytes.dequantize_4bit(packed, absmax, self.block, self.name, shape, dtype)
 
 
-class Int8(Blocks):
+class Int8(Blockwise):
     """8 bits at equal distances, up to the largest value of each block of 64 along a row: bitsandbytes'
     blockwise kernels with its linear map. For embedding and head."""
-    per_byte, bits = 1, 8 + 32 / Blocks.block
-    recipe = dict(name="int8", block=Blocks.block)
+    per_byte, bits = 1, 8 + 32 / Blockwise.block
+    recipe = dict(name="int8", block=Blockwise.block)
 
     def __init__(self, config=None):
-        pass
+        load_bitsandbytes()
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[int, int]]:
         return dict(weight=(rows, columns), absmax=(rows, columns // self.block * 4))

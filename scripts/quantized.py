@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from scripts import experts
 from scripts.flags import UserError
 from scripts.models import is_plain
-from scripts.quantize import Int8
+from scripts.quantize import Int8, product_dtype
 
 
 # ---------------------------------------------------------------------------------------------------- linears
@@ -22,8 +22,7 @@ class _DequantLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, module):
         ctx.module, ctx.dtype = module, x.dtype
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        dtype = product_dtype(x)
         return module.in_pieces(lambda weight: F.linear(x.to(dtype), weight), dtype, 0)
 
     @staticmethod

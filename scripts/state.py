@@ -11,6 +11,7 @@ step by which all ranks have written the folder gets its name. So a folder that 
 
 Nothing else is needed to go on: order of the data and random numbers are functions of the step.
 """
+import contextlib
 import dataclasses
 import json
 import os
@@ -42,6 +43,7 @@ FREE = {"model_name", "llama_pro_path", "dataset", "skip_bad_rows", "eval_datase
         "use_gradient_checkpointing", "reentrant_checkpointing", "use_cpu_offload",
         "use_activation_cpu_offload", "compile", "no_sync", "low_memory", "loading_workers", "master_addr",
         "master_port", "timeout_minutes", "error_dir", "skip_nonfinite_steps", "trust_remote_code",
+        "deterministic",
         *(spec.name for flags in (logs.Flags, profiling.Flags, plan.Flags)
           for spec in dataclasses.fields(flags))}
 
@@ -223,6 +225,7 @@ def load(folder: Path, saved: dict, training) -> None:
     """Fills parameters, optimiser, schedule and scaler from a checkpoint, each rank its own part. Collective.
     Raises UserError where it does not hold what this training needs."""
     import torch.distributed.checkpoint as dcp
+    from safetensors import safe_open
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     reader = HuggingFaceStorageReader(str(folder))
     stored = set(reader.read_metadata().state_dict_metadata)
@@ -233,7 +236,9 @@ def load(folder: Path, saved: dict, training) -> None:
     if missing := set(wanted) - stored - set(other_cut):
         raise UserError(f"--resume {folder}: lacks {', '.join(sorted(missing)[:4])}")
     dcp.load({name: wanted[name] for name in wanted if name in stored}, storage_reader=reader)
-    recut(folder, other_cut, training)
+    with contextlib.ExitStack() as stack:
+        paths = sorted(folder.glob("*.safetensors")) if other_cut else []
+        recut([stack.enter_context(safe_open(path, "pt")) for path in paths], other_cut, training)
     training.schedule.load_state_dict(saved["schedule"])
     for group, lr in zip(training.optimizer.param_groups, training.schedule.get_last_lr()):
         group["lr"] = lr
@@ -241,13 +246,10 @@ def load(folder: Path, saved: dict, training) -> None:
     training.step = saved["step"]
 
 
-def recut(folder: Path, wanted: dict, training) -> None:
+def recut(files: list, wanted: dict, training) -> None:
     """Fills states of bitsandbytes' optimisers that were kept for other shards: the rows of all of them are
-    put together and cut anew. 8-bit ones, whose blocks go over the flat shard, are rounded again."""
-    from safetensors import safe_open
-    if not wanted:
-        return
-    files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+    put together and cut anew. 8-bit ones, whose blocks go over the flat shard, are rounded again. `files`: of
+    the ranks then, open."""
     pieces: dict[tuple, list] = {}
     for file in files:  # in the order of the ranks, and so of the rows
         for name in file.keys():
@@ -270,6 +272,18 @@ def recut(folder: Path, wanted: dict, training) -> None:
         codes, absmax = optim.requantized(key, rows)
         tensor.copy_(codes)
         wanted[name.replace(key, scale, 1)].copy_(absmax)
+
+
+def choose_kernels(deterministic: bool) -> None:
+    """--deterministic: in place of kernels that add up in no fixed order those that do, as torch's page on
+    reproducibility says; it warns where it has none. Before anything is computed. CPUs give the same bits
+    either way."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # read by transformers
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # all is written before it is read
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

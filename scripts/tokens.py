@@ -48,7 +48,8 @@ class Table(NamedTuple):
     supervised: np.ndarray  # uint8
     offsets: np.ndarray  # int64
     cut: np.ndarray  # uint8, one per row: was longer
-    facts: dict  # rows dropped and skipped, and the first problem met
+    rows: np.ndarray  # int64: the number of each in its source, as messages count them
+    facts: dict  # rows dropped and skipped, the first problem met; what is counted ("line" of a file, "row")
 
     def supervised_per_row(self) -> np.ndarray:
         """Tokens of each row that are predicted: the first of a text never is."""
@@ -73,12 +74,17 @@ class Samples(Sequence):
     def __getitem__(self, i):
         if isinstance(i, slice):
             return [self[k] for k in range(*i.indices(len(self)))]
-        i = range(len(self))[i]
-        which = int(np.searchsorted(self._starts, i, side="right")) - 1
-        table, row = self.tables[which], self.chosen[which][i - self._starts[which]]
+        which, row = self.find(i)
+        table = self.tables[which]
         ids = table.ids[table.offsets[row]:table.offsets[row + 1]]
         mask = table.supervised[table.offsets[row]:table.offsets[row + 1]]
         return Sample(ids.tolist(), np.where(mask, ids, IGNORE).tolist())
+
+    def find(self, i: int) -> tuple[int, int]:
+        """(which table, which of its rows) sample i is."""
+        i = range(len(self))[i]
+        which = int(np.searchsorted(self._starts, i, side="right")) - 1
+        return which, int(self.chosen[which][i - self._starts[which]])
 
     def __repr__(self) -> str:
         return f"Samples({len(self)} texts, fingerprint {self.fingerprint})"
@@ -208,13 +214,16 @@ def build(rows: Iterable[tuple[str, object]], render: Callable[[dict], Text], to
     check_tokenizer(tokenizer)
     if truncation not in TRUNCATIONS:
         raise DataError(f"truncation {truncation!r} is none of {', '.join(TRUNCATIONS)}")
-    facts: dict = {"dropped": 0, "skipped": 0, "problem": ""}
+    facts: dict = {"dropped": 0, "skipped": 0, "problem": "", "counted": ""}
     fitted = []
     texts = _texts(rows, render, facts if skip_bad_rows else None)
     while piece := list(islice(texts, PIECE)):
+        places, rendered = zip(*piece)
+        facts["counted"] = places[0].rpartition(" ")[0].rpartition(" ")[2]
         found = [_fit(*pair, context_length, truncation, tokenizer.bos_token_id)
-                 for pair in _encode(piece, tokenizer)]
-        kept = [pair for pair in found if pair and pair[1][1:].any()]
+                 for pair in _encode(rendered, tokenizer)]
+        kept = [(*pair, int(place.rpartition(" ")[2])) for place, pair in zip(places, found)
+                if pair and pair[1][1:].any()]
         facts["dropped"] += len(found) - len(kept)
         fitted.append(_joined(kept))
     if not fitted and facts["skipped"]:
@@ -222,13 +231,13 @@ def build(rows: Iterable[tuple[str, object]], render: Callable[[dict], Text], to
     return _table(fitted, facts)
 
 
-def _texts(rows, render, skipped: dict | None) -> Iterator[Text]:
-    """The rendered rows. Bad ones are counted in `skipped`, or raise DataError if it is None."""
+def _texts(rows, render, skipped: dict | None) -> Iterator[tuple[str, Text]]:
+    """(place, text) of the rows. Bad ones are counted in `skipped`, or raise DataError if it is None."""
     for place, row in rows:
         try:
             if isinstance(row, DataError):
                 raise row
-            yield render(row)
+            yield place, render(row)
         except DataError as error:
             problem = f"{place}: {error}"
             if skipped is None:
@@ -236,7 +245,7 @@ def _texts(rows, render, skipped: dict | None) -> Iterator[Text]:
             skipped.update(skipped=skipped["skipped"] + 1, problem=skipped["problem"] or problem)
 
 
-def _encode(texts: list[Text], tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _encode(texts: Sequence[Text], tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(ids, mask) of each text, tokenised whole and masked by positions: the parts by themselves can give
     other ids. A token that reaches from a prompt into an answer carries part of the answer and is supervised.
     """
@@ -268,18 +277,19 @@ def _fit(ids, mask, context_length: int, truncation: str, bos: int | None):
 
 
 def _joined(kept: list) -> tuple[np.ndarray, ...]:
-    """ids, mask, lengths and cut of many texts."""
-    ids = np.concatenate([ids for ids, _, _ in kept] or [np.zeros(0, np.int32)])
-    mask = np.concatenate([mask for _, mask, _ in kept] or [np.zeros(0, bool)])
-    lengths = np.array([len(ids) for ids, _, _ in kept], np.int64)
-    return ids, mask, lengths, np.array([cut for *_, cut in kept], bool)
+    """ids, mask, lengths, cut and row numbers of many texts."""
+    ids = np.concatenate([ids for ids, *_ in kept] or [np.zeros(0, np.int32)])
+    mask = np.concatenate([mask for _, mask, *_ in kept] or [np.zeros(0, bool)])
+    lengths = np.array([len(ids) for ids, *_ in kept], np.int64)
+    cut = np.array([cut for *_, cut, _ in kept], bool)
+    return ids, mask, lengths, cut, np.array([row for *_, row in kept], np.int64)
 
 
 def _table(fitted: list[tuple], facts: dict) -> Table:
-    ids, mask, lengths, cut = zip(*(fitted or [_joined([])]))
+    ids, mask, lengths, cut, rows = zip(*(fitted or [_joined([])]))
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
     return Table(np.concatenate(ids), np.concatenate(mask).view(np.uint8), offsets.astype(np.int64),
-                 np.concatenate(cut).astype(np.uint8), facts)
+                 np.concatenate(cut).astype(np.uint8), np.concatenate(rows), facts)
 
 
 def tokenize(rows: list[dict], tokenizer, context_length: int) -> tuple[Samples, Counts]:

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from scripts import adapters, experts
 from scripts.checkpoint import Entry, find_slots
-from scripts.flags import UserError, closest
+from scripts.flags import UserError, closest, refuse
 from scripts.prequantized import open_weights
 
 
@@ -61,8 +61,7 @@ def find(patterns: str, known: dict[str, nn.Parameter], flag: str) -> set[nn.Par
     found = {pattern: matches(pattern, known) for pattern in split(patterns)}
     problems = [f"{flag} {pattern}: matches no parameter; {near(pattern.strip('*.'), pieces(known))}"
                 for pattern, names in found.items() if not names]
-    if problems:
-        raise UserError("\n  ".join(problems))
+    refuse(problems)
     return {known[name] for names in found.values() for name in names}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from scripts.flags import UserError, meant, option, type_of
 
 ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "train.py"
 WIDTH = 80
 KINDS = {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}
 
@@ -71,9 +72,9 @@ class Names(dict):
                         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
 
 
-def read(script: Path = ROOT / "train.py") -> tuple[type, dict[str, str]]:
+def read() -> tuple[type, dict[str, str]]:
     """(a dataclass with the fields of Config, the groups of --help)."""
-    names = Names(script)
+    names = Names(SCRIPT)
     fields = [(name, *rest) for name, rest in names.fields(names["Config"]).items()]
     return dataclasses.make_dataclass("Config", fields, frozen=True), names["GROUPS"]
 
@@ -115,7 +116,7 @@ def overview(config: type, groups: dict[str, str], description: str) -> str:
         lines += ["", f"{title}:"]
         for spec in specs:
             choices = spec.metadata["choices"]
-            text = spec.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
+            text = spec.metadata["help"] + (f": {', '.join(map(str, choices))}" if choices else "")
             lines += [heading(spec), wrap(f"{text} (default: {shown(spec)})", 6)]
     return "\n".join(lines)
 
@@ -143,7 +144,7 @@ def story(spec, title: str, texts: dict[str, str]) -> str:
     limit += [f"above {meta['above']}"] if meta["above"] is not None else []
     told = sections(spec.name, texts)
     lines = [heading(spec), wrap(meta["help"] + ".", 6),
-             *([wrap(f"one of: {', '.join(meta['choices'])}", 6)] if meta["choices"] else []),
+             *([wrap(f"one of: {', '.join(map(str, meta['choices']))}", 6)] if meta["choices"] else []),
              *[wrap(f"must be {text}", 6) for text in limit],
              *(["      without a value: " + (meta["bare"] or "true")]
                if meta["bare"] or type_of(spec) is bool else []),
@@ -198,7 +199,7 @@ def values_of(spec) -> tuple[str, ...]:
     if type_of(spec) is bool:
         return ("true", "false")
     number = type_of(spec) in (int, float) and spec.default is not None
-    return spec.metadata["choices"] or ((str(spec.default),) if number else ())
+    return tuple(map(str, spec.metadata["choices"] or ())) or ((str(spec.default),) if number else ())
 
 
 def completion(shell: str, config: type) -> str:
@@ -220,17 +221,17 @@ def completion(shell: str, config: type) -> str:
 
 # -------------------------------------------------------------------------------------------------- answers
 
-def text_for(argv: list[str], script: Path = ROOT / "train.py") -> str | None:
+def text_for(argv: list[str]) -> str | None:
     """What to print for --help or --completion among the arguments; None where neither is."""
     asked = next((word for word in argv if word.partition("=")[0] in ("--help", "-h", "--completion")), None)
     if asked is None:
         return None
     name, equals, first = asked.partition("=")
     after = argv[argv.index(asked) + 1:]
-    config, groups = read(script)
+    config, groups = read()
     if name == "--completion":
         return completion(first if equals else (after or [""])[0], config)
-    description = ast.get_docstring(ast.parse(script.read_text())).split("\n")[0]
+    description = ast.get_docstring(ast.parse(SCRIPT.read_text())).split("\n")[0]
     return help_of([first] if equals else after, config, groups, description)
 
 

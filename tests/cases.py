@@ -7,9 +7,12 @@ import gc
 import hashlib
 import io
 import math
+import os
 import re
 import signal
 import time
+import types
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -285,11 +288,14 @@ def flat_and_padded(runtime: train.Runtime, folder: str) -> dict:
     return found
 
 
-def packed_losses(runtime: train.Runtime, folder: str, rows: list, others: list, attention: str) -> dict:
+def packed_losses(
+    runtime: train.Runtime, folder: str, rows: list, others: list, attention: str, train_type: str = "full"
+) -> dict:
     """Summed losses of the documents of packed rows: alone, packed, and packed among other documents. "one row"
     lays all rows of a batch behind one another, as flash attention needs it."""
     together = attention == "one row"
-    config = configuration(folder, train_type="full", attn_implementation="auto" if together else attention)
+    given = "auto" if together else attention
+    config = configuration(folder, train_type=train_type, attn_implementation=given)
     model = train.build(config, Path(folder), runtime).module
     if together:
         model.config._attn_implementation, kept = "flash", model.config._attn_implementation
@@ -360,17 +366,39 @@ class StopAfter:
         return signal.SIGTERM if self.mine and self.reads == self.step else 0
 
 
-def whole_run(runtime: train.Runtime, flags: dict, stop: int | None = None) -> dict:
-    """train.run itself: its exit code, what it printed, and the message of a UserError."""
+def whole_run(runtime: train.Runtime, flags: dict, stop: int | None = None, freezing: bool = False) -> dict:
+    """train.run itself: its exit code, what it printed, and the message of a UserError. Unless `freezing`, no object
+    is set aside: pool.py has set aside those of the libraries, and to take them back and search them for garbage
+    takes longer than the run."""
     printed, rank = io.StringIO(), runtime.world - 1
-    with contextlib.redirect_stdout(printed):
+    still = types.SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+    with contextlib.redirect_stdout(printed), mock.patch.object(train, "gc", gc if freezing else still):
         try:
             config = configuration(flags["model_name"], **flags)
             code, message = train.run(config, runtime, StopAfter(runtime, stop, rank)), None
         except train.UserError as error:
             code, message = 2, str(error)
-            gc.unfreeze()  # the process would end here
     return dict(code=code, printed=printed.getvalue(), message=message)
+
+
+def deterministic_run(runtime: train.Runtime, flags: dict) -> tuple[dict, list[bool], list[str]]:
+    """whole_run under --deterministic; whether torch was told, in each step; what it warned of."""
+    step, seen = train.train_step, []
+    told = (torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled)
+
+    def watched(*args):
+        seen.append(all(ask() for ask in told))
+        return step(*args)
+
+    before = torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory
+    patches = mock.patch.dict(os.environ), mock.patch.object(train, "train_step", watched)
+    with patches[0], patches[1], warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train.state.choose_kernels(flags["deterministic"])
+        done = whole_run(runtime, flags)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory = before
+    return done, seen, [str(one.message) for one in said if "deterministic" in str(one.message)]
 
 
 def garbage_of_steps(runtime: train.Runtime, flags: dict) -> list[tuple[int, int]]:
@@ -385,7 +413,7 @@ def garbage_of_steps(runtime: train.Runtime, flags: dict) -> list[tuple[int, int
     gc.unfreeze()  # as in a process of its own
     look()
     with mock.patch.object(train, "train_step", watched):
-        assert whole_run(runtime, flags)["code"] == 0
+        assert whole_run(runtime, flags, freezing=True)["code"] == 0
     look()
     return seen
 

@@ -1,4 +1,4 @@
-"""Fixtures: the pool of rank processes, tiny models, a tiny tokenizer."""
+"""Fixtures: the pool of rank processes, commands in forks, tiny models."""
 
 import os
 import sys
@@ -25,6 +25,15 @@ def pool():
     pool = Pool()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory):
+    from forked import Nursery
+
+    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield nursery
+    nursery.stop()
 
 
 @pytest.fixture(scope="session")

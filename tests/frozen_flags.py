@@ -20,7 +20,7 @@ def lines(config: type) -> list[str]:
     found = []
     for spec in dataclasses.fields(config):
         optional = " or nothing" * (spec.default is None)
-        choices = f" from {', '.join(sorted(spec.metadata['choices']))}" if spec.metadata["choices"] else ""
+        choices = f" from {', '.join(sorted(map(str, spec.metadata['choices'])))}" if spec.metadata["choices"] else ""
         found.append(f"{spec.name} {type_of(spec).__name__}{optional} {spec.default!r}{choices}")
     return sorted(found)
 

@@ -1,9 +1,11 @@
 """Runs of train.py that start in a tenth of a second: this process has imported everything, and forks what
 the launcher would start as new interpreters. All else (launcher, ranks, signals, files) is the real thing.
 
-Reads one JSON list of flags per line from stdin, and writes "start <pid of the launcher> <pid of each rank>" and
-"end <exit code>" to stdout. A JSON object is a command with an environment of its own: `script`, `argv`, `env`,
-`out` and `err` (files for what it prints).
+Reads one JSON object per line from stdin, and writes "start <pid of the launcher> <pid of each rank>" and "end
+<exit code>" to stdout. `flags` are those of a run of two ranks; else it is a command with an environment of its
+own: `script`, `argv`, `cwd`, `env`, `out` and `err` (files for what it prints). Unless `freezing`, ranks set no
+objects aside for their steps: they would take the libraries' objects back at the end, which this process has set
+aside, and to go through all of them in a fork, which copies them, takes longer than a short run.
 """
 
 import ctypes
@@ -30,7 +32,7 @@ import peft  # noqa: E402, F401
 import train  # noqa: E402
 from scripts import launcher  # noqa: E402
 
-WORLD = 2
+WORLD, TRAIN = 2, train.__file__
 
 
 def keep_stores() -> None:
@@ -55,8 +57,11 @@ class Forked:
         if self.pid == 0:
             keep_stores()
             os.setsid()
+            for number, file in ((1, rest["stdout"]), (2, rest["stderr"])):
+                if file:
+                    os.dup2(file.fileno(), number)
             os.environ.update(env)
-            sys.exit(train.main(command[3:]))  # not os._exit: what dies badly in an interpreter's end must show
+            sys.exit(called(*command[2:]))  # not os._exit: what dies badly in an interpreter's end must show
         started.append(self.pid)
         if len(started) == WORLD:
             print("start", os.getpid(), *started, file=reports, flush=True)
@@ -79,14 +84,21 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def command(script: str, argv: list[str], env: dict[str, str], out: str, err: str) -> int:
+def called(script: str, *argv: str) -> int | None:
+    sys.argv = [script, *argv]
+    if script == TRAIN:
+        return train.main(list(argv))
+    runpy.run_path(script, run_name="__main__")
+
+
+def command(script: str, argv: list[str], cwd: str, env: dict[str, str], out: str, err: str) -> int:
     """The exit code of a script run in this process, as an interpreter would."""
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ.update(env)
-    sys.argv = [script, *argv]
+    os.chdir(cwd)
     try:
-        code = train.main(argv) if script == train.__file__ else runpy.run_path(script, run_name="__main__")
+        code = called(script, *argv)
     except SystemExit as ended:
         code = ended.code
     except BaseException:
@@ -94,21 +106,26 @@ def command(script: str, argv: list[str], env: dict[str, str], out: str, err: st
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    return code if isinstance(code, int) else 0 if code is None or isinstance(code, dict) else 1
+    return code if isinstance(code, int) else 0 if code is None else 1
 
 
 def serve() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would be respected
     launcher.subprocess = types.SimpleNamespace(Popen=Forked)
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
-        flags = json.loads(line)
+        order = json.loads(line)
         pid = os.fork()
-        if pid == 0 and isinstance(flags, dict):
-            os._exit(command(**flags))
+        if pid == 0 and not order.pop("freezing"):
+            train.gc = types.SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+        if pid == 0 and "script" in order:
+            os._exit(command(**order))
         if pid == 0:  # the launcher; its ranks end as interpreters do, it does not
             log = os.open(os.environ["NURSERY_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            os._exit(train.main([*flags, "--world_size", str(WORLD)]))
+            os._exit(train.main([*order["flags"], "--world_size", str(WORLD)]))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print("end", code, file=reports, flush=True)
 

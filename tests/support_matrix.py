@@ -34,7 +34,7 @@ ALIASES = {"on_experts": "lora_experts"}  # parameters of tests that are flags u
 # Tests that compare losses, gradient norms and weights under flags with a run without them, with one process, or with
 # a reference of its own. What they show is in their parameters.
 COMPARED = (
-    "test_parity.test_world_sizes test_parity.test_precisions test_parity.test_switches "
+    "test_parity.test_world_sizes test_parity.test_precisions test_parity.test_switches test_parity.test_switches_together "
     "test_parity.test_switches_mixed_precision test_trained.test_against_plain_pytorch test_trained.test_world_sizes "
     "test_trained.test_switches test_trained.test_precisions test_trained.test_against_peft "
     "test_trained.test_world_sizes_beside_adapters test_trained.test_precisions_beside_adapters "
@@ -70,7 +70,10 @@ def of(label: str, tests: str, **more) -> Row:
 
 
 WORLDS = "test_parity.test_world_sizes"
-LIBRARIES = "test_parity.test_against_the_libraries test_models.test_one_process_is_the_libraries"
+LIBRARIES = (
+    "test_parity.test_against_the_libraries test_models.test_one_process_is_the_libraries "
+    "test_parity.test_own_lora_is_pefts"
+)
 MERGES = (
     "test_models.test_adapters_load_and_merge test_trained.test_peft_loads_what_is_saved "
     "test_run.test_trained_saved_merged test_moe.test_adapters_reload_and_merge test_moe.test_new_blocks"
@@ -115,7 +118,7 @@ ROWS = {
     ],
     "Data": [
         of("packed documents do not see each other", PACKED + " test_moe.test_packing"),
-        switch("packing", True, tests="test_resume.test_other_switches "
+        switch("packing", True, tests="test_resume.test_other_switches test_resume.test_another_split_of_packed_rows "
                                       "test_evaluation.test_a_run_with_packing_and_evaluation"),
     ],
     "What is trained": [
@@ -132,7 +135,7 @@ ROWS = {
     ],
     "Long runs": [
         of("`--resume`, bit for bit", "test_resume.test_train_types"),
-        of("`--resume` with other processes or sharding", "test_resume.test_another_split"),
+        of("`--resume` with other processes or sharding", "test_resume.test_another_split test_resume.test_another_split_of_packed_rows"),
     ],
     "Result": [
         of("saved, it loads with the same logits", "test_result.test_reload_gives_the_same_logits"),

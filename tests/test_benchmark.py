@@ -3,7 +3,9 @@ needed here."""
 
 import dataclasses
 import json
+import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -71,6 +73,98 @@ def test_a_run_is_watched(tmp_path):
         benchmark.run([sys.executable, "-c", "raise SystemExit('no such luck')"], tmp_path)
 
 
+STUB = """
+import json, pathlib, sys, time
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+out = pathlib.Path(flags["--output_dir"])
+out.mkdir(exist_ok=True)
+(out / "run.json").write_text('{"world_size": 1}')
+numbers = json.loads((pathlib.Path(__file__).parent / "numbers.json").read_text())
+with open(out / "metrics.jsonl", "w", buffering=1) as file:
+    for step in range(1, int(flags["--max_steps"]) + 1):
+        row = dict(step=step, loss=numbers[step], grad_norm=numbers[0], tokens=8, tokens_per_second=4.0)
+        file.write(json.dumps(row | dict(supervised_tokens_per_second=2.0, peak_memory_bytes=100)) + "\\n")
+        end = time.process_time() + 0.05  # of which a few ticks are seen
+        while time.process_time() < end: pass
+        time.sleep(0.05)
+time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository with a train.py that only writes down the numbers of a file, which differ between commits. Files
+    are edited, staged and new; a hook waits for every checkout."""
+    root = tmp_path / "repository"
+    root.mkdir()
+
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main")
+        return subprocess.run(["git", "-C", str(root), *who, *words], capture_output=True, text=True, check=True).stdout
+
+    git("init")
+    (root / "train.py").write_text(STUB)
+    (root / "edited").write_text("1")
+    for tag, numbers in (("norm", [0.25, 3, 2, 1]), ("loss", [0.5, 3, 2.5, 1]), ("same", [0.5, 3, 2, 1])):
+        (root / "numbers.json").write_text(json.dumps(numbers))
+        git("add", ".")
+        git("commit", "-m", tag)
+        git("tag", tag)
+    (root / "edited").write_text("2")
+    git("add", "edited")
+    (root / "edited").write_text("3")
+    (root / "new").write_text("4")
+    (root / ".git" / "hooks" / "post-checkout").write_text(f"#!/bin/sh\ntouch {tmp_path}/hooked\n")
+    (root / ".git" / "hooks" / "post-checkout").chmod(0o755)
+    monkeypatch.setattr(benchmark, "ROOT", root)
+    monkeypatch.setattr(benchmark, "measure_floor", lambda *args: dict(flops=1e9, seconds=1.0))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    return git
+
+
+@pytest.mark.parametrize(
+    "commit, found",
+    [("same", "none"), ("loss", "step 2: loss 2 and 2.5"), ("norm", "step 1: grad_norm 0.5 and 0.25")],
+)
+def test_another_commit(repository, tmp_path, capsys, monkeypatch, commit, found):
+    """The first step whose numbers differ is named, and fails the command if they should not; nothing is left behind,
+    and the user's files and index are as they were, also where a hook's variables point elsewhere."""
+    look = lambda: [repository(*words) for words in (("status", "--porcelain=v2", "--branch"), ("diff",), ("worktree", "list"))]
+    before = look()
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "another"))
+    for equal in (False, True):
+        try:
+            benchmark.main(against_commit=commit, equal=equal, steps=3, warmup=1, rounds=1)
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        said = capsys.readouterr().out
+        assert code == int(equal and found != "none") and said.endswith(f"first difference: {found}\n")
+        assert f"| | train.py | {commit} | ratio |" in said and "| tokens/s | 4.00 | 4.00 | 1.00 |" in said
+    monkeypatch.delenv("GIT_DIR")
+    assert look() == before and before[2].count("\n") == 1 and before[0].count("edited") == 1
+    assert not list((tmp_path / "temporary").iterdir()) and not (tmp_path / "hooked").exists()
+
+
+def test_a_commit_that_is_none_and_a_run_that_fails(repository, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main(against_commit="nowhere")
+    assert "benchmark.py: error: --against_commit nowhere: " in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="IndexError"):  # there is no number of a fourth step
+        benchmark.main(against_commit="same", steps=4, rounds=1)
+    assert repository("worktree", "list").count("\n") == 1 and not list((tmp_path / "temporary").iterdir())
+
+
+def test_the_first_difference():
+    rows = [dict(step=n, loss=1.0, grad_norm=2.0) for n in (1, 2, 3)]
+    assert benchmark.first_difference(rows, [dict(row) for row in rows]) == ""
+    other = [rows[0], rows[1] | dict(grad_norm=2.0000000000000004), rows[2] | dict(loss=5.0)]
+    assert benchmark.first_difference(rows, other) == "step 2: grad_norm 2.0 and 2.0000000000000004"
+    with pytest.raises(ValueError):
+        benchmark.first_difference(rows, rows[:2])
+
+
 def test_commands_parse_on_both_sides():
     flags = "--train_type lora --max_steps 3 --precision bf16"
     ours, theirs = benchmark.commands(flags, "trl", "there/python", "--trl_data true")
@@ -79,6 +173,10 @@ def test_commands_parse_on_both_sides():
     assert theirs[0] == "there/python" and config.trl_data and config.lr_scheduler == "constant"
     _, other = benchmark.commands(flags, "--train_type qlora", "", "")
     assert train.parse(other[2:]).train_type == "qlora"
+    mine, theirs = benchmark.commands(flags, "trl", "", "", tree=train.Path("/elsewhere"))
+    assert theirs[1] == "/elsewhere/train.py" and theirs[2:] == mine[2:]
+    *_, theirs = benchmark.commands(flags, "--train_type full", "", "", tree=train.Path("/elsewhere"))
+    assert train.parse(theirs[2:]).train_type == "full" and theirs[1] == "/elsewhere/train.py"
 
 
 def test_what_trl_lacks_is_refused_by_name():

@@ -16,6 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts import data, demo, formats, tokens
 from scripts.data import IGNORE, DataError, Sample
+from scripts.flags import kebab, quiet
 
 ROWS = [
     {"instruction": "Add the numbers.", "input": "1 and 2", "output": "3"},
@@ -436,7 +437,7 @@ def test_demo_model_out_of_reach_says_what_to_pass(monkeypatch, tmp_path):
 
 def test_flags_in_both_spellings():
     argv = ["x_y.py", "--max_new_tokens", "my_file", "--out_dir=a_b", "--n-k"]
-    assert data.kebab_flags(argv) == ["x_y.py", "--max-new-tokens", "my_file", "--out-dir=a_b", "--n-k"]
+    assert kebab(argv) == ["x_y.py", "--max-new-tokens", "my_file", "--out-dir=a_b", "--n-k"]
 
 
 # ---------------------------------------------------------------------------------- one entry for every source
@@ -508,7 +509,7 @@ def hub(tmp_path, monkeypatch):
 
     rows = save_as(tmp_path, ".parquet")
     root = tmp_path / "hub"
-    with data.quiet():
+    with quiet():
         datasets.load_dataset("parquet", data_files={"train": rows, "test": rows}, cache_dir=str(root))
     (found,) = root.glob("parquet/*/*/*/dataset_info.json")
     target = root / "owner___some_set" / "default" / "0.0.0" / ("a" * 40)
@@ -644,6 +645,34 @@ def test_samples_are_a_sequence(tmp_path, bpe):
         predicted = sum(label != IGNORE for sample in samples for label in sample.labels[1:])
         assert counts.supervised_tokens == predicted
     assert data.collate(samples[:2], 0)["input_ids"].shape[0] == 2
+
+
+@pytest.mark.parametrize("fraction", [0, 0.5])
+def test_samples_can_be_found_in_their_files(tmp_path, fraction):
+    """Whatever was skipped, dropped, held out or left out by a weight before them; each answer says its own line."""
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    rows = ["", "", "{", '{"question": 1}', json.dumps(dict(question="long " * 99, answer="x"))]
+    rows += [json.dumps(dict(question="a", answer=f"at {n}")) for n in range(6, 26)]
+    a, table = write(tmp_path, "a.jsonl", "\n".join(rows)), "question,answer\n"
+    for n in range(3, 33, 2):  # each question has two lines
+        table += f'"b\nb",at {n}\n'
+    b = write(tmp_path, "b.csv", table)
+    c = write(tmp_path, "c.json", json.dumps([dict(question="c", answer=f"at {n}") for n in range(1, 9)]))
+    flags = CONFIG | dict(dataset=f"{a},{b}=0.4,{c}", skip_bad_rows=True, truncation="drop", context_length=50)
+    flags |= dict(eval_dataset=None, eval_fraction=fraction, add_tokens="", trust_remote_code=False)
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 400}')
+    for again in range(2):  # the second time from disk
+        held = data.load_all(SimpleNamespace(**flags), tmp_path / "model")
+        said = [answer.removeprefix("at ") for answer in answers(held.train, held.tokenizer)]
+        assert len(said) == (17 if fraction else 34)
+        kinds = {a: "line", b: "line", c: "row"}
+        for i, number in enumerate(said):
+            found = held.places([i])
+            assert found in [f"{kind} {number} of {path}" for path, kind in kinds.items()]
+        assert {held.places([i]).split()[-1] for i in range(len(said))} == set(kinds)
+        last = f"rows {', '.join(map(str, sorted(map(int, said[-2:]))))} of {c}"
+        assert held.places([0, len(said) - 1, len(said) - 2]) == f"line {said[0]} of {a}; {last}"
+        assert held.places([0] * 40) == f"lines {', '.join(said[:1] * 32)} of {a}; and 8 more"
 
 
 # --------------------------------------------------------------------------------------------- tokens on disk

@@ -4,12 +4,10 @@ has flags and their combinations by themselves."""
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -231,37 +229,6 @@ def places(tmp_path_factory, models) -> Path:
     return root
 
 
-class Commands:
-    """Commands of scripts, run in forks of tests/nursery.py."""
-
-    def __init__(self, folder: Path):
-        self.out, self.err = str(folder / "out"), str(folder / "err")
-        env = os.environ | dict(NURSERY_LOG=str(folder / "log"), OMP_NUM_THREADS="1")
-        program = [sys.executable, str(ROOT / "tests" / "nursery.py")]
-        self.process = subprocess.Popen(
-            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=folder
-        )
-
-    def run(self, script: str, argv: list[str], env: dict[str, str]) -> tuple[int, str]:
-        """(exit code, what it printed to stderr)"""
-        order = dict(script=script, argv=argv, env=env, out=self.out, err=self.err)
-        print(json.dumps(order), file=self.process.stdin, flush=True)
-        alarm = threading.Timer(60, self.process.kill)
-        alarm.start()
-        while (answer := self.process.stdout.readline().split()) and answer[0] == "start":
-            pass
-        alarm.cancel()
-        return int(answer[1]), Path(self.err).read_text()
-
-
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    made = Commands(tmp_path_factory.mktemp("commands"))
-    yield made
-    made.process.stdin.close()
-    made.process.wait(20)
-
-
 def parts_of(command: str) -> tuple[str, list[str], dict[str, str]]:
     """script, arguments and environment of a row's command"""
     words = command.split()
@@ -279,14 +246,13 @@ def files_of(root: Path) -> dict:
 
 
 @pytest.mark.parametrize("command", CASES)
-def test_bad_input(commands, places, command):
+def test_bad_input(nursery, places, command):
     script, argv, env = parts_of(command)
     before = files_of(places)
-    code, said = commands.run(
-        script, [word.replace("{p}", str(places)) for word in argv],
-        {name: value.replace("{p}", str(places)) for name, value in env.items()},
-    )
-    assert code == 2, said
+    words = [word.replace("{p}", str(places)) for word in argv]
+    done = nursery.run(script, *words, cwd=places.parent, **{k: v.replace("{p}", str(places)) for k, v in env.items()})
+    said = done.stderr
+    assert done.returncode == 2, said
     assert said.startswith(f"{Path(script).name}: error: ") and said.count("error: ") == 1, said
     lines = 10 if "does not fit" in said and "cannot be read" not in said else 3  # of missing tensors eight are named
     assert "Traceback" not in said and said.count("\n") <= lines and len(said) < 900, said

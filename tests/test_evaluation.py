@@ -11,19 +11,22 @@ import torch.nn.functional as F
 import tiny
 import train
 from reference import plain_base
-from test_run import rows, run
+from test_run import forked, rows
 
 
-@pytest.mark.parametrize("attention", ["auto", "eager", "one row"])
-@pytest.mark.parametrize("model", ["llama", "qwen2", "gemma2"])
-def test_packed_documents_are_alone(pool, models, model, attention):
+PACKED = [("full", model, way) for model in ("llama", "qwen2", "gemma2") for way in ("auto", "eager", "one row")]
+PACKED += [(train_type, "llama", "auto") for train_type in train.TRAIN_TYPES if train_type != "full"]
+
+
+@pytest.mark.parametrize("train_type, model, attention", PACKED)
+def test_packed_documents_are_alone(pool, models, train_type, model, attention):
     """Losses of documents are those outside the row (to rounding); another document before them changes no bit."""
     samples = tiny.samples(9, seed=3)
     rng = random.Random(0)
     others = [s._replace(ids=[rng.randrange(2, 300) for _ in s.ids]) for s in samples[::3]]
     others = [s._replace(labels=[-100 if x == -100 else i for x, i in zip(s.labels, s.ids)]) for s in others]
     packed = [samples[0:3], samples[3:6], samples[6:9]]
-    (found,) = pool.run(1, "packed_losses", models(model), packed, others, attention)
+    (found,) = pool.run(1, "packed_losses", models(model, train_type), packed, others, attention, train_type)
     for alone, inside, swapped in zip(found["alone"], found["packed"], found["swapped"]):
         assert inside == pytest.approx(alone, rel=2e-6)
         assert swapped[1:] == inside[1:] and swapped[0] != inside[0]
@@ -97,9 +100,10 @@ def test_evaluations_and_saves_are_left_out_of_the_next_steps_seconds(pool, mode
     assert pool.run(1, "clocks_set", flags) == [[0, 2, 3, 4, 5]]
 
 
-def test_a_run_with_packing_and_evaluation(models, tmp_path):
+def test_a_run_with_packing_and_evaluation(nursery, models, tmp_path):
     dataset, output = tiny.write_alpaca(tmp_path / "rows.jsonl", 40), tmp_path / "out"
-    done = run(
+    done = forked(
+        nursery,
         models("llama"),
         dataset,
         output,
@@ -132,9 +136,10 @@ def test_a_run_with_packing_and_evaluation(models, tmp_path):
     assert used > 0.5  # rows are filled: without packing there would be four times as many steps
 
 
-def test_group_by_length_and_an_eval_dataset(models, tmp_path):
+def test_group_by_length_and_an_eval_dataset(nursery, models, tmp_path):
     dataset, other = (tiny.write_alpaca(tmp_path / name, n) for name, n in (("a.jsonl", 13), ("b.jsonl", 5)))
-    done = run(
+    done = forked(
+        nursery,
         models("llama"),
         dataset,
         tmp_path / "out",

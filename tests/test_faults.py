@@ -4,56 +4,32 @@ disturbed."""
 import json
 import os
 import random
+import re
 import signal
 import subprocess
-import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 import tiny
+import train
+from forked import Nursery
 
 KILLS, STEPS = 30, 40
-
-
-class Nursery:
-    """tests/nursery.py, and the run that it has under way."""
-
-    def __init__(self, log: Path):
-        self.log = log
-        log.touch()
-        env = os.environ | dict(NURSERY_LOG=str(log), OMP_NUM_THREADS="1")
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would be respected
-        command = [sys.executable, str(Path(__file__).parent / "nursery.py")]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
-
-    def start(self, flags: list[str]) -> list[int]:
-        """Starts a run. Returns the process ids of its launcher and its ranks."""
-        print(json.dumps(flags), file=self.process.stdin, flush=True)
-        word, *pids = self.process.stdout.readline().split()
-        assert word == "start", self.log.read_text()[-3000:]
-        return [int(pid) for pid in pids]
-
-    def end(self, seconds: float = 60) -> int:
-        """Waits for the end of the run. Returns its exit code; a run that does not end fails the test."""
-        alarm = threading.Timer(seconds, self.process.kill)
-        alarm.start()
-        word, code = self.process.stdout.readline().split() or ("nothing", "0")
-        alarm.cancel()
-        assert word == "end", f"still running after {seconds} s:\n{self.log.read_text()[-3000:]}"
-        return int(code)
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory):
-    made = Nursery(tmp_path_factory.mktemp("nursery") / "log")
-    yield made
-    made.process.stdin.close()
-    made.process.wait(20)
+HANGING = """
+import sys, time, train
+step = train.train_step
+def forgotten(training, *rest):
+    if training.runtime.rank and training.step == 2:
+        time.sleep(1000)
+    return step(training, *rest)
+train.train_step = forgotten
+sys.exit(train.main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +84,17 @@ def all_end(pids: list[int], seconds: float = 10) -> bool:
     return all(map(gone, pids))
 
 
-def test_killed_at_random_moments(nursery, flags, undisturbed, tmp_path):
-    """A rank or the launcher is killed, 30 times, from the first moment to the last, often during a save (there is
-    one every step). Checkpoints only ever grow newer, and each run that gets to its end is the undisturbed one."""
-    rng, kills, number, finished, inside = random.Random(1), 0, 0, 0, 0
-    while kills < KILLS:
-        folder = tmp_path / str(number)
+@pytest.fixture
+def another_nursery(tmp_path):
+    made = Nursery(tmp_path / "nursery")
+    yield made
+    made.stop()
+
+
+def kill_at_random_moments(nursery, flags, undisturbed, root, seed: int, wanted: int) -> None:
+    rng, kills, number, finished, inside = random.Random(seed), 0, 0, 0, 0
+    while kills < wanted:
+        folder = root / str(number)
         before = newest(folder) if folder.exists() else 0
         pids = nursery.start(flags(folder))
         if rng.random() < 0.7:  # from the start, or from inside training
@@ -139,6 +120,19 @@ def test_killed_at_random_moments(nursery, flags, undisturbed, tmp_path):
     print(f"{kills} kills, {inside} during a save, {finished + 1} runs finished")
 
 
+def test_killed_at_random_moments(nursery, another_nursery, flags, undisturbed, tmp_path):
+    """A rank or the launcher is killed, 30 times, from the first moment to the last, often during a save (there is
+    one every step). Checkpoints only ever grow newer, and each run that gets to its end is the undisturbed one. Two
+    of these go on side by side, since each waits most of the time."""
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [
+            threads.submit(kill_at_random_moments, where, flags, undisturbed, tmp_path / f"seed-{seed}", seed, KILLS // 2)
+            for seed, where in enumerate((nursery, another_nursery), 1)
+        ]
+    for job in jobs:
+        job.result()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 @pytest.mark.parametrize("whom", ["launcher", "rank"])
 def test_signals(nursery, flags, undisturbed, tmp_path, number, whom):
@@ -150,9 +144,9 @@ def test_signals(nursery, flags, undisturbed, tmp_path, number, whom):
     os.kill(pids[0] if whom == "launcher" else pids[2], number)
     assert nursery.end() == 75 and 5 <= newest(tmp_path) == losses(tmp_path)[-1][0] < STEPS
     said = nursery.log.read_text()[log_start:]  # what the person did, and who takes it says so at once
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
     assert f"{name}: stopped after step {newest(tmp_path)}, which is saved" in said
-    assert (f"{name}: stopping; " in said) == (whom == "launcher") and "SIGUSR2" not in said
+    assert (f"{name}: stopping; " in said) == (whom == "launcher") and train.launcher.INTERRUPT.name not in said
     nursery.start(flags(tmp_path, "--save_steps", "20"))
     assert nursery.end() == 0
     assert losses(tmp_path) == losses(undisturbed)
@@ -162,7 +156,7 @@ def test_repeated_runs_end_normally(nursery, flags, tmp_path):
     """Again and again: gloo's threads must not outlive what they use (QSHARD_REPEATS sets how often)."""
     for number in range(int(os.environ.get("QSHARD_REPEATS", 5))):
         log_start = nursery.log.stat().st_size
-        nursery.start(flags(tmp_path / str(number), "--max_steps", "1", "--train_type", "custom_qlora"))
+        nursery.start(flags(tmp_path / str(number), "--max_steps", "1", "--train_type", "custom_qlora"), freezing=True)
         assert nursery.end() == 0
         said = nursery.log.read_text()[log_start:]
         assert "terminate" not in said and "Abort" not in said and "Traceback" not in said, said
@@ -230,4 +224,83 @@ def test_a_rank_that_does_not_answer(nursery, flags, tmp_path):
     os.kill(pids[1], signal.SIGSTOP)
     assert nursery.end(30) == 1 and all_end(pids)
     said = nursery.log.read_text()[log_start:]
-    assert "rank 1 failed (it waited for the others longer than --timeout_minutes)" in said and newest(tmp_path) >= 2
+    assert "rank 1 failed:" in said and "rank 1 waited for the others longer than --timeout_minutes" in said
+    assert newest(tmp_path) >= 2
+
+
+def test_a_hang_is_explained(nursery, flags, tmp_path):
+    """Rank 1 sleeps, rank 0 waits for it: SIGUSR2 to the launcher shows where both are and ends nothing; once
+    --timeout_minutes are over, the files of both end in where they stood."""
+    script, errors = tmp_path / "hanging.py", tmp_path / "errors"
+    script.write_text(HANGING)
+    argv = flags(tmp_path / "out", "--world_size", "2", "--timeout_minutes", "0.05", "--error_dir", str(errors))
+    said, files = tmp_path / "err", [errors / f"rank-0000{rank}.err" for rank in (0, 1)]
+    order = dict(script=str(script), argv=argv, env={}, out=str(tmp_path / "said"), err=str(said))
+    pids = nursery.start(order)
+    os.kill(pids[0], signal.SIGUSR2)  # too early for ranks to answer, and no harm
+    rows = tmp_path / "out" / "metrics.jsonl"
+    while not gone(pids[0]) and (not rows.exists() or rows.read_text().count("\n") < 2):
+        time.sleep(0.005)
+    while not gone(pids[0]) and "in forgotten" not in files[1].read_text():
+        os.kill(pids[0], signal.SIGUSR2)  # until rank 1 is there
+        time.sleep(0.2)
+    seen = files[1].read_text().count("in forgotten")
+    assert nursery.end(60) == 1 and all_end(pids)
+    waited, slept = (file.read_text() for file in files)
+    assert seen >= 1 and slept.count("in forgotten") == seen + 1 and "Traceback" not in slept
+    assert "in forgotten" in slept.rpartition("Current thread")[2] and waited.count("Traceback") == 1
+    assert "most recent call first" in waited.partition("Traceback")[0]
+    assert "longer than --timeout_minutes" in waited and "longer than --timeout_minutes" in said.read_text()
+
+
+@pytest.mark.parametrize("own_file", [False, True])
+@pytest.mark.parametrize("error", [ConnectionError("closed by peer"), train.UserError("of all ranks")])
+def test_who_waits_for_the_cause_has_spoken_where_it_has_a_file(monkeypatch, capsys, error, own_file):
+    spoken = []
+    monkeypatch.setattr(train.time, "sleep", lambda seconds: seconds and spoken.append(str(error) in capsys.readouterr().err))
+    monkeypatch.setattr(train.os, "_exit", lambda code: None)
+    train.fail(error, 1, own_file)
+    assert spoken == [own_file] and (str(error) in capsys.readouterr().err) != own_file
+
+
+@pytest.mark.parametrize("error_dir, file", [(None, None), ("errors", "errors/nccl_")])
+def test_nccl_is_asked_for_what_it_was_doing(monkeypatch, error_dir, file):
+    """On an accelerator, before the process group is made; what the person has set stays."""
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
+    fake = dict(is_available=lambda: True, device_count=lambda: 1, set_device_index=lambda index: None)
+    for name, function in (fake | dict(current_accelerator=lambda: torch.device("cuda"))).items():
+        monkeypatch.setattr(torch.accelerator, name, function)
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
+    seen = []
+    look = lambda *args, **kwargs: seen.append([os.environ.get(name) for name in names])  # noqa: E731
+    monkeypatch.setattr(train.dist, "init_process_group", look)
+    for given in ({}, {names[0]: "7"}):
+        with mock.patch.dict(os.environ, given):
+            for name in set(names) - set(given):
+                os.environ.pop(name, None)
+            train.start_runtime(env={}, error_dir=error_dir)
+    assert seen == [["2000", "1", file], ["7", "1", file]]
+
+
+def test_a_loss_that_is_no_number_names_its_rows(nursery, flags, tmp_path):
+    """One character's embedding is no number; one row has it. The row is the file's ninth line, the fifth that is used."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = flags(tmp_path)[1]
+    broken = AutoModelForCausalLM.from_pretrained(model)
+    (spoilt,) = AutoTokenizer.from_pretrained(model)("~")["input_ids"]
+    broken.get_input_embeddings().weight.data[spoilt] = torch.nan
+    broken.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "model")
+    rows = ["", "{", ""] + [json.dumps(dict(instruction=str(n), output="~" if n == 9 else "x")) for n in range(4, 29)]
+    rows[3] = json.dumps(dict(instruction="4", output=1))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    places = ("--model_name", str(tmp_path / "model"), "--dataset", str(tmp_path / "rows.jsonl"))
+    log_start = nursery.log.stat().st_size
+    nursery.start(flags(tmp_path / "out", *places, "--skip_bad_rows", "true"))
+    assert nursery.end() == 2
+    said = nursery.log.read_text()[log_start:]
+    assert said.count("is not finite") == 1 and "Traceback" not in said, said
+    rank, step, found = re.search(r"rank (\d): step (\d+): the loss of lines ([\d, ]+) of ", said).groups()
+    assert f"step {step}: the loss is nan (rank {rank})" in said
+    assert "9" in found.split(", ") and len(found.split(", ")) == 2

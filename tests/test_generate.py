@@ -9,6 +9,7 @@ import pytest
 
 import tiny
 import train
+from test_run import together
 
 SCRIPT = Path(train.__file__).parent / "scripts" / "generate.py"
 
@@ -30,15 +31,17 @@ def generate(*flags: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("kind, before", [("qlora", "base"), ("full", None)])
 def test_answers_and_scores(results, tmp_path, kind, before):
     rows = tiny.write_alpaca(tmp_path / "rows.jsonl", 3)
-    done = generate("--adapter", results[kind], "--eval", str(rows), "--max_new_tokens", "4", "--show=1")
+    done, asked = together(
+        lambda: generate("--adapter", results[kind], "--eval", str(rows), "--max_new_tokens", "4", "--show=1"),
+        lambda: generate("--adapter", results[kind], "--prompt", "What is two plus two?", "--max-new-tokens", "4"),
+    )
     assert done.returncode == 0, done.stderr
     assert (
         "exact match: " + (f"{before} 0/3 (0.0%), adapter" if before else "model") + " 0/3 (0.0%)"
         in done.stdout
     )
     assert "expected: It is" in done.stdout
-    done = generate("--adapter", results[kind], "--prompt", "What is two plus two?", "--max-new-tokens", "4")
-    assert done.returncode == 0 and done.stdout.strip() and not done.stderr, done.stderr
+    assert asked.returncode == 0 and asked.stdout.strip() and not asked.stderr, asked.stderr
 
 
 def test_questions_are_rendered_as_in_training():

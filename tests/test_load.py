@@ -52,17 +52,19 @@ def test_rows_of_ranks_make_the_whole_tensor(pool, models, model, train_type):
         assert result["digests"] == wanted
 
 
-@pytest.mark.parametrize("n_bits", [8, 4, 3, 2])
-def test_hqq_shards_are_the_whole_in_every_width(pool, models, n_bits):
+@pytest.mark.parametrize(
+    "train_type, n_bits", [*(("hqq_lora", n) for n in (8, 4, 3, 2)), ("hqq_dora", 3), ("hqq_llama_pro", 2)]
+)
+def test_hqq_shards_are_the_whole_in_every_width(pool, models, train_type, n_bits):
     """The ranks take turns in quantising whole weights: the parts are those of one process, and of hqq itself."""
-    flags = dict(train_type="hqq_lora", precision="bf16", n_bits=n_bits)
-    alone = pool.run(1, "load_only", models("llama-odd"), flags)[0]
+    flags, folder = dict(train_type=train_type, precision="bf16", n_bits=n_bits), models("llama-odd", train_type)
+    alone = pool.run(1, "load_only", folder, flags)[0]
     for world in (2, 3, 4):
-        for result in pool.run(world, "load_only", models("llama-odd"), flags):
+        for result in pool.run(world, "load_only", folder, flags):
             assert result["digests"] == alone["digests"]
-    for result in pool.run(3, "load_only", models("llama-odd"), flags | dict(low_memory=False)):
+    for result in pool.run(3, "load_only", folder, flags | dict(low_memory=False)):
         assert result["digests"] == alone["digests"]
-    assert sum(r["local"] for r in pool.run(3, "load_only", models("llama-odd"), flags)) == alone["local"]
+    assert sum(r["local"] for r in pool.run(3, "load_only", folder, flags)) == alone["local"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -13,7 +13,7 @@ import torch
 
 import tiny
 import train
-from scripts import flops, logs
+from scripts import flops, logs, memory
 
 RUN = dict(
     data=dict(total_tokens=100, kept=10),
@@ -413,36 +413,35 @@ def test_memory_is_noted_in_the_first_three_steps(pool, models, tmp_path):
         assert value == max(row.get(name, 0) for row in found) > 2**20
 
 
-def test_memory_keeps_the_largest_and_forgets_evaluations(tmp_path, monkeypatch):
-    used = iter([9, 5, 7, 100, 3, *[1] * 20])
-    monkeypatch.setattr(logs, "host_memory", lambda: next(used))
-    monkeypatch.setattr(logs, "host_peak", lambda: 50)
-    memory = logs.Memory(torch.device("cpu"))
-    metrics = begin(tmp_path, runtime=alone(phase=memory), profile_memory=True)
+def test_memory_keeps_the_largest_of_a_moment(tmp_path, monkeypatch):
+    used = iter([9, 5, 7, 1, 3, *[1] * 20])  # the 1 is read for the row of step 1
+    monkeypatch.setattr(memory, "host", lambda: next(used))
+    monkeypatch.setattr(memory, "peak", lambda: 50)
+    noted = memory.Memory(torch.device("cpu"))
+    metrics = begin(tmp_path, runtime=alone(phase=noted), profile_memory=True)
     for moment in ("after_forward", "after_forward", "after_backward"):
-        memory(moment)
-    assert memory.moments == {"memory/allocated_after_forward": 9, "memory/allocated_after_backward": 7}
-    memory("after_forward")
-    metrics.evaluated(0.5, step=1, epoch=0, eval_supervised_tokens=7)
-    memory("after_forward")
-    record(metrics, 1, 2, 3)
-    assert rows(tmp_path)[1]["memory/allocated_after_forward"] == 3
-    memory("after_forward")  # over: nothing is read any more
-    assert not memory.moments
+        noted(moment)
+    assert noted.moments == {"memory/allocated_after_forward": 9, "memory/allocated_after_backward": 7}
+    record(metrics, 1)
+    noted("after_forward")
+    record(metrics, 2, 3)
+    assert [row["memory/allocated_after_forward"] for row in rows(tmp_path)[:2]] == [9, 3]
+    noted("after_forward")  # over: nothing is read any more
+    assert not noted.moments
     metrics.close()
 
 
 def test_ranks_report_the_largest_of_them(monkeypatch):
-    memory = logs.Memory(torch.device("cpu"))
-    memory.moments = {"memory/allocated_x": 5}
+    noted = memory.Memory(torch.device("cpu"))
+    noted.moments = {"memory/allocated_x": 5}
     others = alone(gather=lambda *mine: torch.tensor([mine, [2 * n for n in mine]], dtype=torch.float64))
-    assert memory.take(others)["memory/allocated_x"] == 10
+    assert noted.take(others)["memory/allocated_x"] == 10
 
 
 def test_a_run_that_does_not_profile_reads_no_memory():
     runtime = alone()
-    assert logs.watch_memory(train.Config(), runtime) is runtime
-    assert math.isfinite(logs.host_memory()) and train.Runtime.phase("anything") is None
+    assert memory.watch(train.Config(), runtime) is runtime
+    assert math.isfinite(memory.host()) and train.Runtime.phase("anything") is None
 
 
 @pytest.mark.parametrize("main", [True, False])

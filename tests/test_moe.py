@@ -106,7 +106,7 @@ def library_fit(model, batch_size: int, count: int, **options):
 
 REFERENCES = [(m, t, False) for m in MODELS for t in ("full", "qlora")]
 REFERENCES += [("mixtral", "hqq_lora", True), ("gpt-oss", "hqq_lora", False), ("qwen3-moe", "lora", True)]
-REFERENCES += [("mixtral", "qlora", True), ("gpt-oss", "custom_qlora", True)]
+REFERENCES += [("mixtral", "qlora", True), ("gpt-oss", "custom_qlora", True), ("qwen3-moe", "custom_lora", True)]
 
 
 @pytest.mark.parametrize("model, train_type, on_experts", REFERENCES)

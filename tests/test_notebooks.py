@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,20 @@ def test_there_are_three_and_none_has_outputs():
         assert cells[0]["cell_type"] == "markdown" and cells[0]["source"][0].startswith("# ")
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebooks_run(path, models):
+@pytest.fixture(scope="module")
+def runs(models):
+    """The notebooks' runs, side by side: each waits for one process most of the time."""
     env = dict(os.environ, QSHARD_NOTEBOOK_MODEL=models("llama"), QSHARD_NOTEBOOK_STEPS="2", MPLBACKEND="Agg")
-    done = subprocess.run([sys.executable, "-c", code(path)], capture_output=True, text=True, cwd=FOLDER, env=env)
+
+    def run(path: Path) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", code(path)]
+        return subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, env=env)
+
+    with ThreadPoolExecutor(len(NOTEBOOKS)) as threads:
+        yield {path: threads.submit(run, path) for path in NOTEBOOKS}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebooks_run(path, runs):
+    done = runs[path].result()
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -255,6 +255,8 @@ IN_BACKWARD = [
     (2, "llama", dict(train_type="full", use_cpu_offload=True, wrap_policy="decoder_attention_mlp")),
     (2, "llama-tied", dict(train_type="full", reentrant_checkpointing=True)),
     (4, "llama", dict(train_type="bnb_llama_pro", sharding_strategy="hybrid_full_shard")),
+    (2, "llama", dict(train_type="llama_pro")),
+    (2, "llama", dict(train_type="hqq_llama_pro")),
 ]
 
 

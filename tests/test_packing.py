@@ -4,9 +4,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tiny
 from scripts import data, packing
 from scripts.data import IGNORE, Sample
 
@@ -174,3 +176,22 @@ def test_an_epoch_has_every_sample_once_over_all_ranks(lengths, world, split, pa
             len(lengths), seed=3, epoch=2, batch_size=split[0], accumulation=split[1], rank=0, world=world
         )
         assert plans[0] == [[[[i] for i in micro] for micro in step] for step in alone]
+
+
+@pytest.mark.parametrize("available", [False, True])
+def test_what_is_sent_lies_in_pinned_memory(monkeypatch, available):
+    """Where there is an accelerator, and all of it; what is sent is the same, of documents as well."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.clone()) or pinned[-1])
+    samples = tiny.samples(6)
+    for batch in (packing.collate(samples, 0), packing.collate_packed([samples[:4], samples[4:]], 0)):
+        wanted, count = packing.arguments(batch, "cpu")
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
+        made, same = packing.prepared(batch)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+        flat = [t for value in made.values() for t in (value if isinstance(value, tuple) else [value])]
+        assert [id(t) for t in flat] == [id(t) for t in pinned] if available else not pinned
+        assert same == count == len(wanted["labels"]) and made.keys() == wanted.keys()
+        assert len(wanted.get("documents", "no")) == 2  # a group and the way back: () would show nothing
+        torch.testing.assert_close(packing.sent(made, "cpu"), wanted, rtol=0, atol=0)
+        pinned.clear()

@@ -124,6 +124,26 @@ def test_switches(pool, models, alone, train_type, switches):
     assert_close(pool.run(4, "fit", models("llama", train_type), flags, local_world=2)[0], wanted)
 
 
+# The values of SWITCHES, several at a time, for the train types that are not compared under each by itself.
+TOGETHER = {
+    "offloaded": dict(sharding_strategy="shard_grad_op", use_cpu_offload=True, reentrant_checkpointing=True, prefetch_units=0),
+    "in parts": dict(sharding_strategy="hybrid_full_shard", wrap_policy="decoder_attention_mlp", prefetch_units=3,
+                     use_activation_cpu_offload=True),
+    "copied": dict(sharding_strategy="ddp", use_gradient_checkpointing=False, low_memory=False),
+    "accumulated": dict(sharding_strategy="hybrid_shard_grad_op", no_sync=True, gradient_accumulation_steps=2, batch_size=1,
+                        reshard_last_block=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("switches", TOGETHER.values(), ids=TOGETHER)
+@pytest.mark.parametrize("train_type", [t for t in TRAIN_TYPES if t not in ("full", "qlora")])
+def test_switches_together(pool, models, alone, train_type, switches):
+    """As test_switches."""
+    wanted = alone("llama", dict(train_type=train_type, batch_size=8))
+    flags = dict(train_type=train_type, batch_size=2) | switches
+    assert_close(pool.run(4, "fit", models("llama", train_type), flags, local_world=2)[0], wanted)
+
+
 FORWARD = ["gather 0", "gather 1"]
 
 

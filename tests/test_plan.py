@@ -3,34 +3,38 @@ its books, a tensor on the wrong device or a value read inside the step fails, a
 
 import dataclasses
 import json
-import multiprocessing
 import random
-import sys
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import pytest
+import torch
 
 import train
+from pool import forks
 from scripts import plan
 from scripts.cuda_allocator import MIB, CachingAllocator
 
 GIB = 2**30
-TESTS = str(Path(__file__).parent)
+
+
+class Planner:
+    """Calls plan_cases.NAME(*args) in processes of their own, where the fake accelerator is: each on one core."""
+
+    def __init__(self, processes: ProcessPoolExecutor):
+        self.processes = processes
+
+    def __call__(self, name: str, *args):
+        return self.processes.submit(call, name, args).result()
+
+    def each(self, *calls: tuple) -> list:
+        """The results of several calls (name, *args), which are made side by side."""
+        return [job.result() for job in [self.processes.submit(call, name, args) for name, *args in calls]]
 
 
 @pytest.fixture(scope="module")
 def planner():
-    """Calls plan_cases.NAME(*args) in a process of its own, where the fake accelerator is."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), start, (TESTS,)) as pool:
-        yield lambda name, *args: pool.submit(call, name, args).result()
-
-
-def start(folder: str) -> None:
-    sys.path[:0] = [folder, str(Path(folder).parent)]
-    import torch
-
-    torch.set_num_threads(1)
+    with ProcessPoolExecutor(2, forks(), torch.set_num_threads, (1,)) as processes:
+        yield Planner(processes)
 
 
 def call(name: str, args: tuple):
@@ -45,20 +49,15 @@ def call(name: str, args: tuple):
 
 def test_persistent_bytes_are_those_of_real_shards(planner, models):
     """Parameters, worlds 1 to 4; odd sizes, so that shards are uneven."""
-    for train_type in train.TRAIN_TYPES:
-        folder = models("llama", train_type)
-        for world in (1, 2, 3, 4):
-            made, found = planner("shards", folder, dict(train_type=train_type), world)
-            assert made == found and found > 0, (train_type, world)
     experts, ends = ("mixtral", {}), ("llama-tied", dict(quantize_embeddings=8))
-    for train_type, world, (model, flags) in (
-        ("qlora", 2, experts),
-        ("hqq_lora", 3, experts),
-        ("full", 4, experts),
-        ("qlora", 3, ends),
-    ):
-        made, found = planner("shards", models(model), dict(train_type=train_type, **flags), world)
-        assert made == found and found > 0, (train_type, world)
+    cases = [(train_type, world, ("llama", {})) for train_type in train.TRAIN_TYPES for world in (1, 2, 3, 4)]
+    cases += [("qlora", 2, experts), ("hqq_lora", 3, experts), ("full", 4, experts), ("qlora", 3, ends)]
+    calls = [
+        ("shards", models(model, train_type), dict(train_type=train_type, **flags), world)
+        for train_type, world, (model, flags) in cases
+    ]
+    for case, (made, found) in zip(cases, planner.each(*calls)):
+        assert made == found and found > 0, case
 
 
 CASES = [
@@ -78,11 +77,11 @@ def test_peak_is_that_of_real_steps(planner, models, train_type, checkpointing, 
     added up, to 5%: there torch steps all parameters together, as it does on CUDA."""
     flags = dict(train_type=train_type, use_gradient_checkpointing=checkpointing, use_cpu_offload=offload)
     folder = models("llama", train_type)
-    real = planner("real", folder, flags, 2)
-    if checkpointing == offload:
-        same = planner("planned", folder, flags, 2, "cpu")
-        assert same["together"] == pytest.approx(real["peak"], rel=1e-3 if train_type != "qlora" else 2e-3)
-    fake = planner("planned", folder, flags, 2, "gpu")
+    kinds = ["gpu", "cpu"] if checkpointing == offload else ["gpu"]
+    calls = [("planned", folder, flags, 2, kind) for kind in kinds]
+    real, fake, *same = planner.each(("real", folder, flags, 2), *calls)
+    if same:
+        assert same[0]["together"] == pytest.approx(real["peak"], rel=1e-3 if train_type != "qlora" else 2e-3)
     assert fake["together"] == pytest.approx(real["peak"], rel=0.05)
     assert fake["state_bytes"] == real["state_bytes"] > 0
     assert fake["parameters_bytes"] == real["parameters_bytes"]
@@ -91,8 +90,9 @@ def test_peak_is_that_of_real_steps(planner, models, train_type, checkpointing, 
 
 def test_peak_with_quantised_embeddings_is_that_of_real_steps(planner, models):
     flags = dict(train_type="qlora", quantize_embeddings=8)
-    real = planner("real", models("llama"), flags, 2)
-    assert planner("planned", models("llama"), flags, 2, "gpu")["together"] == pytest.approx(real["peak"], rel=0.05)
+    folder = models("llama")
+    real, planned = planner.each(("real", folder, flags, 2), ("planned", folder, flags, 2, "gpu"))
+    assert planned["together"] == pytest.approx(real["peak"], rel=0.05)
 
 
 def closed_form(shape: dict, world: int, rank: int) -> int:
@@ -158,10 +158,11 @@ def test_no_change_is_proposed_that_training_refuses():
 @pytest.mark.parametrize("precision", train.PRECISIONS)
 def test_every_type_and_precision_runs_on_a_device_that_is_not_the_cpu(planner, models, precision):
     """Offload on for every other type, and the other way round with the next precision."""
-    shift = list(train.PRECISIONS).index(precision)
+    shift, calls = list(train.PRECISIONS).index(precision), []
     for number, train_type in enumerate(train.TRAIN_TYPES):
         flags = dict(train_type=train_type, precision=precision, use_cpu_offload=(number + shift) % 2 == 0)
-        found = planner("planned", models("llama-one", train_type), flags, 2, "gpu", True, 1)
+        calls.append(("planned", models("llama-one", train_type), flags, 2, "gpu", True, 1))
+    for train_type, found in zip(train.TRAIN_TYPES, planner.each(*calls)):
         assert not any(found["blocking"].values()), (train_type, found["blocking"])
 
 
@@ -185,9 +186,8 @@ def test_other_switches_run_on_it(planner, models, flags):
 @pytest.mark.parametrize("name", ["llama-tied", "qwen2", "gemma2"])
 def test_other_models_run_on_it(planner, models, name):
     """Gemma 2 attends by plain products, in windows, and caps its scores."""
-    real = planner("real", models(name), {}, 2)["peak"]
-    found = planner("planned", models(name), {}, 2, "gpu")
-    assert found["together"] == pytest.approx(real, rel=0.05)
+    real, found = planner.each(("real", models(name), {}, 2), ("planned", models(name), {}, 2, "gpu"))
+    assert found["together"] == pytest.approx(real["peak"], rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_rows_are_dequantised_as_the_libraries_do(quantised, model, form):
     assert set(stored.file) == set(stored.shape) == {n for n, _ in loaded.named_parameters()}
 
 
-@pytest.mark.parametrize("train_type", ["full", "hqq_lora"])
+@pytest.mark.parametrize("train_type", ["full", "lora", "custom_lora", "hqq_lora", "dora", "hqq_dora"])
 def test_other_train_types_dequantise(pool, quantised, models, tmp_path, train_type):
     """They train just as on a plain folder with the dequantised weights, and say so."""
     folder = quantised("llama", "nf4")

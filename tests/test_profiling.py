@@ -184,7 +184,7 @@ def test_out_of_memory_leaves_a_snapshot_where_allocations_were_recorded(tmp_pat
     flags = {flag: True, "profile": flag == "export_memory_timeline"} if flag else {}
     config = train.Config(output_dir=str(tmp_path), **flags)
     given = train.Runtime(0, 0, 1, 1, torch.device("cpu"), lambda: 0)
-    train.logs.watch_memory(config, given)
+    train.memory.watch(config, given)
     with pytest.raises(torch.OutOfMemoryError) as caught, profiling.profiler(config, given):
         raise torch.OutOfMemoryError("full")
     path = tmp_path / "profile" / "rank0_out_of_memory.pickle"

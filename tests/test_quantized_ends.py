@@ -100,6 +100,7 @@ CASES = [
     ("llama-tied", "custom_qlora"),
     ("gemma2", "hqq_lora"),  # tied, soft cap, an embedding that scales
     ("llama", "bnb_llama_pro"),
+    *(("llama", t) for t in ("custom_lora", "dora", "bnb_dora", "hqq_dora", "llama_pro", "hqq_llama_pro")),
 ]
 
 

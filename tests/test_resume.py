@@ -4,8 +4,10 @@ to a checkpoint."""
 import dataclasses
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +113,46 @@ def test_random_numbers_differ_between_seeds_steps_and_ranks():
     assert len({numbers(*key) for key in keys}) == len(keys) and numbers(*keys[0]) == numbers(*keys[0])
 
 
+@pytest.mark.parametrize("train_type", ["qlora", "full"])
+def test_deterministic_kernels(pool, given, tmp_path, train_type):
+    """A run may go on with the flag: torch lacks no operation in that form, and on a CPU the bits are the same."""
+    straight, second = tmp_path / "straight", tmp_path / "second"
+    finish(pool, 2, given(straight, train_type))
+    shutil.copytree(straight / f"checkpoint-{HALF}", second / f"checkpoint-{HALF}")
+    shutil.copy(straight / "metrics.jsonl", second)
+    flags = given(second, train_type, deterministic=True, resume="auto")
+    for done, seen, warned in pool.run(2, "deterministic_run", flags):
+        assert done["code"] == 0 and seen == [True] * (TOTAL - HALF) and not warned, (done, warned)
+    assert_same(straight, second)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("given_size", [None, ":16:8"])
+def test_kernels_are_chosen_before_anything_is_computed(monkeypatch, wanted, given_size):
+    """What torch and its libraries are told when the process group is about to be made, and no device was used."""
+    names = ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC")
+    fill, seen = torch.utils.deterministic, []
+
+    def look(**kwargs):
+        seen.extend([torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark])
+        seen.extend([fill.fill_uninitialized_memory, *map(os.environ.get, names)])
+        raise train.UserError("far enough")
+
+    monkeypatch.setattr(train, "start_runtime", look)
+    monkeypatch.setattr(train, "fail", lambda error, *rest: seen.append(str(error)))
+    monkeypatch.setattr(train.launcher, "Stops", lambda: None)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    filled = fill.fill_uninitialized_memory
+    with mock.patch.dict(os.environ, {names[0]: given_size} if given_size else {}):
+        for name in names[given_size is not None:]:
+            os.environ.pop(name, None)
+        train.work(train.Config(deterministic=wanted), [], rank=1)
+    torch.use_deterministic_algorithms(False)
+    fill.fill_uninitialized_memory = filled
+    kept = [False, True, filled, given_size, None]
+    assert seen == [*([True, False, False, given_size or ":4096:8", "1"] if wanted else kept), "far enough"]
+
+
 def test_collections_look_at_what_steps_make_only(pool, given, tmp_path):
     """Else each rank goes, at a moment of its own, through all objects of torch and transformers."""
     for before, *steps, after in pool.run(2, "garbage_of_steps", given(tmp_path)):
@@ -176,8 +218,17 @@ def test_other_switches(pool, given, tmp_path, flags):
 def test_another_split(pool, given, tmp_path, world, flags, train_type):
     """From two ranks to another world size or sharding: equal to rounding, weights and moments. `llama-odd` has
     numbers of rows that do not divide."""
-    straight, second = tmp_path / "straight", tmp_path / "second"
-    plain = dict(model="llama-odd", lora_dropout=0.0)
+    resplit(pool, given, tmp_path, world, flags, train_type, dict(model="llama-odd"))
+
+
+@pytest.mark.parametrize("train_type", train.TRAIN_TYPES)
+def test_another_split_of_packed_rows(pool, given, tmp_path, train_type):
+    packed = dict(packing=True, context_length=400, max_steps=TOTAL, num_epochs=4, batch_size=1)
+    resplit(pool, given, tmp_path, 1, dict(batch_size=2), train_type, packed)
+
+
+def resplit(pool, given, tmp_path, world: int, flags: dict, train_type: str, plain: dict) -> None:
+    straight, second, plain = tmp_path / "straight", tmp_path / "second", plain | dict(lora_dropout=0.0)
     finish(pool, 2, given(straight, train_type, **plain))
     shutil.copytree(straight / f"checkpoint-{HALF}", second / f"checkpoint-{HALF}")
     finish(pool, world, given(second, train_type, **plain | flags, resume="auto"))

@@ -1,10 +1,12 @@
-"""The real command, in processes of its own: starting, ending, failing, what lies on disk afterwards."""
+"""The real command, in processes of its own: starting, ending, failing, what lies on disk afterwards. What a test
+needs beside its subject starts in forks (tests/forked.py): launcher, ranks, signals and files are the real ones."""
 
 import json
 import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,15 +64,24 @@ def command(
     ]
 
 
+def called(words: list[str], env=None) -> subprocess.CompletedProcess:
+    return subprocess.run(words, capture_output=True, text=True, cwd="/", timeout=240, env=env or environment())
+
+
 def run(*args, env=None, **kwargs) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(*args, **kwargs),
-        capture_output=True,
-        text=True,
-        cwd="/",
-        timeout=240,
-        env=env or environment(),
-    )
+    return called(command(*args, **kwargs), env)
+
+
+def together(*calls) -> list:
+    """The results of several functions, called side by side."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [job.result() for job in [threads.submit(call) for call in calls]]
+
+
+def forked(nursery, *args) -> subprocess.CompletedProcess:
+    """The same as `run`, in forks."""
+    _, script, *argv = command(*map(str, args))
+    return nursery.run(script, *argv)
 
 
 def rows(output: Path) -> list[dict]:
@@ -118,7 +129,7 @@ def test_a_run_and_what_it_leaves(models, dataset, tmp_path):
     assert again.returncode == 2 and "not empty" in again.stderr
 
 
-def test_torchrun_seed_and_wandb(models, dataset, tmp_path):
+def test_torchrun_seed_and_wandb(nursery, models, dataset, tmp_path):
     """The same seed gives the same run, bit for bit, whoever starts the processes; another gives another."""
     torchrun = (
         sys.executable,
@@ -130,9 +141,12 @@ def test_torchrun_seed_and_wandb(models, dataset, tmp_path):
     )
     flags = ("--train_type", "custom_lora", "--max_steps", "2", "--lora_dropout", "0.1")
     outputs = [tmp_path / name for name in "abc"]
-    first = run(models("llama"), dataset, outputs[0], *flags, "--log_to", "stdout")
-    second = run(models("llama"), dataset, outputs[1], *flags, "--log_to", "wandb", start=torchrun)
-    third = run(models("llama"), dataset, outputs[2], *flags, "--seed", "7", "--save_model", "false")
+    model = models("llama")
+    first, second = together(
+        lambda: run(model, dataset, outputs[0], *flags, "--log_to", "stdout"),
+        lambda: run(model, dataset, outputs[1], *flags, "--log_to", "wandb", start=torchrun),
+    )
+    third = forked(nursery, model, dataset, outputs[2], *flags, "--seed", "7", "--save_model", "false")
     for done in (first, second, third):
         assert done.returncode == 0, done.stderr
     assert "step 1/2" in first.stdout and "step 2/2" in first.stdout
@@ -145,13 +159,16 @@ def test_torchrun_seed_and_wandb(models, dataset, tmp_path):
 
 
 def test_world_sizes_are_obeyed(models, dataset, tmp_path):
-    done = run(models("llama"), dataset, tmp_path / "1", "--world_size", "1", "--max_steps", "1")
-    assert done.returncode == 0 and "1 process on cpu" in done.stdout, done.stderr
     env = environment(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    done = run(models("llama"), dataset, tmp_path / "2", "--max_steps", "1", env=env)
-    assert done.returncode == 0 and "1 process on cpu" in done.stdout, done.stderr
-    done = run(models("llama"), dataset, tmp_path / "3", "--world_size", "3", env=env)
-    assert done.returncode == 2 and "--world_size 3, but WORLD_SIZE 1" in done.stderr
+    model = models("llama")
+    *alone, refused = together(
+        lambda: run(model, dataset, tmp_path / "1", "--world_size", "1", "--max_steps", "1"),
+        lambda: run(model, dataset, tmp_path / "2", "--max_steps", "1", env=env),
+        lambda: run(model, dataset, tmp_path / "3", "--world_size", "3", env=env),
+    )
+    for done in alone:
+        assert done.returncode == 0 and "1 process on cpu" in done.stdout, done.stderr
+    assert refused.returncode == 2 and "--world_size 3, but WORLD_SIZE 1" in refused.stderr
 
 
 FAILING = """
@@ -179,20 +196,22 @@ if __name__ == "__main__":
         ("import torch; raise torch.OutOfMemoryError('Tried to allocate')", 2, "rank 1 is out of memory (Tried to"),
     ],
 )
-def test_a_failing_rank_ends_all(models, dataset, tmp_path, action, code, text):
+def test_a_failing_rank_ends_all(nursery, models, dataset, tmp_path, action, code, text):
     """Rank 1 fails while rank 0 waits for it: all end within seconds, and the cause is the first thing to
     read."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING.format(root=str(ROOT), action=action))
     start = time.monotonic()
-    done = run(models("llama"), dataset, tmp_path / "out", start=(sys.executable, str(script)))
+    words = command(models("llama"), dataset, tmp_path / "out", start=(sys.executable, str(script)))
+    done = nursery.run(*words[1:]) if code == 2 else called(words)
     assert done.returncode == code and time.monotonic() - start < 60
     assert text in done.stderr and "closed by peer" not in done.stderr
     assert done.stderr.count("Traceback") == (code == 1)
 
 
-def test_a_loss_that_is_no_number_stops_the_run(models, dataset, tmp_path):
-    done = run(
+def test_a_loss_that_is_no_number_stops_the_run(nursery, models, dataset, tmp_path):
+    done = forked(
+        nursery,
         models("llama"),
         dataset,
         tmp_path / "out",
@@ -209,10 +228,10 @@ def test_a_loss_that_is_no_number_stops_the_run(models, dataset, tmp_path):
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_bad_rows_and_misfitting_models_are_one_message(models, tmp_path):
+def test_bad_rows_and_misfitting_models_are_one_message(nursery, models, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"instruction": "a", "output": "b"}\n{"instruction": 3}\n')
-    done = run(models("llama"), bad, tmp_path / "out")
+    done = forked(nursery, models("llama"), bad, tmp_path / "out")
     assert done.returncode == 2 and "Traceback" not in done.stderr and not (tmp_path / "out").exists()
     assert done.stderr.count("train.py: error") == 1 and "line 2" in done.stderr
 
@@ -257,8 +276,9 @@ def test_other_results_and_their_next_command(models, dataset, tmp_path, train_t
 @pytest.mark.parametrize(
     "train_type", ["qlora", "hqq_dora", "bnb_dora", "bnb_llama_pro", "hqq_llama_pro", "dora"]
 )
-def test_trained_saved_merged(models, dataset, tmp_path, train_type):
-    """The two commands a person types, and the merged folder's logits: those of what was trained."""
+def test_trained_saved_merged(nursery, models, dataset, tmp_path, train_type):
+    """The two commands a person types, the second in a process of its own, and the merged folder's logits: those of
+    what was trained."""
     import torch
     from peft import PeftModel
     from safetensors.torch import load_file
@@ -268,7 +288,7 @@ def test_trained_saved_merged(models, dataset, tmp_path, train_type):
     output, merged, kind = tmp_path / "out", tmp_path / "merged", train.TRAIN_TYPES[train_type]
     folder = models("llama", train_type)
     extra = ("--llama_pro_path", folder) if kind.new_blocks else ()
-    done = run(models("llama"), dataset, output, "--train_type", train_type, "--max_steps", "3", *extra)
+    done = forked(nursery, models("llama"), dataset, output, "--train_type", train_type, "--max_steps", "3", *extra)
     assert done.returncode == 0, done.stderr
     merge = [
         sys.executable,

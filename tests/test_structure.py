@@ -91,13 +91,13 @@ def test_readme_script_commands_parse():
     """The commands of the other scripts, with the parser those scripts use."""
     from fastcore.script import anno_parser
 
-    from scripts.data import kebab_flags
+    from scripts.flags import kebab
 
     found = [re.search(r"scripts/(\w+)\.py(.*)$", line) for line in pages.shell_lines()]
     assert len(found := [match for match in found if match]) >= 5
     for match in found:
         main = importlib.import_module(f"scripts.{match.group(1)}").main
-        anno_parser(main).parse_args(kebab_flags(shlex.split(match.group(2), comments=True)))
+        anno_parser(main).parse_args(kebab(shlex.split(match.group(2), comments=True)))
 
 
 def test_hub_commands_parse():

@@ -387,6 +387,8 @@ BESIDE = [
     ("dora", "llama-tied", dict(train_embeddings=True), EMBEDDINGS, ()),
     ("bnb_dora", "llama", dict(train_embeddings=True, modules_to_save="up_proj"), [*EMBEDDINGS, "up_proj"], ("up_proj",)),
     ("hqq_dora", "llama", dict(modules_to_save="norm"), ["norm"], ()),
+    *((t, "llama", dict(train_embeddings=True), EMBEDDINGS, ()) for t in ("custom_lora", "hqq_lora")),
+    *((t, "llama", dict(modules_to_save="norm"), ["norm"], ()) for t in ("lora", "dora")),
 ]  # fmt: skip
 
 

@@ -68,8 +68,9 @@ def test_new_rows_are_the_mean_and_the_same_at_every_world(pool, models, file, m
             assert other["start"][name].equal(tensor)
 
 
-def test_losses_do_not_depend_on_the_world(pool, models, file):
-    flags = dict(train_type="qlora", add_tokens=file, lr=1e-3)
+@pytest.mark.parametrize("train_type", [t for t in train.TRAIN_TYPES if train.TRAIN_TYPES[t].adapter])
+def test_losses_do_not_depend_on_the_world(pool, models, file, train_type):
+    flags = dict(train_type=train_type, add_tokens=file, lr=1e-3)
     one = pool.run(1, "fit", models("llama-tied"), flags | dict(batch_size=4), 3)[0]
     two = pool.run(2, "fit", models("llama-tied"), flags, 3)[0]
     assert one["losses"] == pytest.approx(two["losses"], abs=2e-6)
@@ -180,7 +181,7 @@ def held_of(text: str, file: str) -> types.SimpleNamespace:
     made = tiny.tokenizer()
     made.add_tokens(vocabulary.read(file))
     ids = np.array(made(text)["input_ids"], np.int32)
-    table = tokens.Table(ids, ids * 0, np.array([0, len(ids)]), np.zeros(1, np.uint8), {})
+    table = tokens.Table(ids, ids * 0, np.array([0, len(ids)]), np.zeros(1, np.uint8), np.ones(1, int), {})
     return types.SimpleNamespace(tokenizer=made, train=types.SimpleNamespace(tables=[table]))
 
 
