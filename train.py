@@ -1013,6 +1013,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # while it plans or downloads; a run takes signals itself
+        print("train.py: stopped by Ctrl-C", file=sys.stderr)
+        return launcher.AT_ONCE
 
 
 if __name__ == "__main__":
