@@ -578,7 +578,8 @@ def load(stored: checkpoint.Checkpoint, matched: dict, config: Config, runtime: 
     files = list(dict.fromkeys(stored.file[name] for name in matched))
     for number, file in enumerate(files, 1):
         jobs = [(turn, *item) for turn, item in enumerate(matched.items()) if stored.file[item[0]] == file]
-        bar = tqdm(total=len(jobs), desc=f"loading {number}/{len(files)}", unit="tensor", leave=False,
+        bar = tqdm(total=len(jobs), unit="tensor", leave=False,
+                   desc="planning" if config.plan else f"loading {number}/{len(files)}",
                    disable=not (runtime.main and sys.stderr.isatty()))
         turns = config.low_memory and not all(loader.by_rows(slot) for *_, slot in jobs)
         ahead = mesh["shard"].size() + 1 if turns else max(1, config.loading_workers)  # each rank at its own
@@ -1012,6 +1013,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # while it plans or downloads; a run takes signals itself
+        print("train.py: stopped by Ctrl-C", file=sys.stderr)
+        return launcher.AT_ONCE
 
 
 if __name__ == "__main__":

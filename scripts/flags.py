@@ -211,7 +211,11 @@ def run_script(main: Callable) -> None:
     both --flag_name and --flag-name set, and whose comments are the help."""
     from fastcore.script import anno_parser
     given = vars(anno_parser(main).parse_args(kebab(sys.argv[1:])))
-    main(**{name: given[name] for name in inspect.signature(main).parameters})
+    try:
+        main(**{name: given[name] for name in inspect.signature(main).parameters})
+    except KeyboardInterrupt:
+        print(f"{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
 
 
 @contextlib.contextmanager

@@ -387,6 +387,8 @@ def answer(config) -> None:
     made, rows, sizes = plan(config, processes(config), config.plan), [], {}
     print(report(made), flush=True)
     if made.verdict()[0] == "fits":
+        if sys.stderr.isatty():
+            print("looking for the largest batch and context that fit (Ctrl-C: enough)", file=sys.stderr)
         factor = FRAGMENTATION if made.reserved is None else max(1.0, made.reserved / made.allocated)
         sizes = {name: largest(made, name, factor) for name in ("batch_size", "context_length")}
         print("would also fit, one at a time: " + ", ".join(f"--{n} {v}" for n, v in sizes.items()))

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import train
 from frozen_flags import FILE, compared, lines
-from scripts.flags import ELSEWHERE, option
+from scripts.flags import ELSEWHERE, option, run_script
 from train import Config, UserError, parse
 
 ROOT = Path(train.__file__).parent
@@ -157,6 +157,20 @@ def test_a_missing_package_is_named_for_every_type_that_needs_it(monkeypatch, pa
 def test_names_of_others_lead_to_flags_that_there_are():
     names = {spec.name for spec in dataclasses.fields(Config)}
     assert set(ELSEWHERE.values()) <= names and not names & set(ELSEWHERE)
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
+    """While planning, and in the scripts; a run saves first (test_faults.py)."""
+
+    def interrupted(config=None):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train.plan, "answer", interrupted)
+    assert train.main(["--plan"]) == 130
+    monkeypatch.setattr(sys, "argv", ["/any/where/merge.py"])
+    with pytest.raises(SystemExit, match="130"):
+        run_script(lambda: interrupted())
+    assert capsys.readouterr().err == "train.py: stopped by Ctrl-C\nmerge.py: stopped by Ctrl-C\n"
 
 
 BAD = {  # flags -> what the message must contain
