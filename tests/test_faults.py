@@ -248,7 +248,7 @@ def test_a_hang_is_explained(nursery, flags, tmp_path):
     seen = files[1].read_text().count("in forgotten")
     assert nursery.end(60) == 1 and all_end(pids)
     waited, slept = (file.read_text() for file in files)
-    assert seen >= 1 and slept.count("in forgotten") == seen + 1 and "Traceback" not in slept
+    assert 1 <= seen < slept.count("in forgotten") and "Traceback" not in slept
     assert "in forgotten" in slept.rpartition("Current thread")[2] and waited.count("Traceback") == 1
     assert "most recent call first" in waited.partition("Traceback")[0]
     assert "longer than --timeout_minutes" in waited and "longer than --timeout_minutes" in said.read_text()
