@@ -319,7 +319,7 @@ def flat_and_padded(runtime: train.Runtime, folder: str) -> dict:
 
 
 def packed_losses(
-    runtime: train.Runtime, folder: str, rows: list, others: list, attention: str, train_type: str = "full"
+    runtime: train.Runtime, folder: str, rows: list, others: list, attention: str, train_type: str
 ) -> dict:
     """Summed losses of the documents of packed rows: alone, packed, and packed among other documents. "one row"
     lays all rows of a batch behind one another, as flash attention needs it."""

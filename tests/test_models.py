@@ -176,7 +176,7 @@ def test_packed_documents_are_alone(pool, models, family, attention):
     samples = tiny.samples(9, seed=3)
     packed = [samples[0:3], samples[3:6], samples[6:9]]
     others = [s._replace(ids=[2 + i % 7 for i in s.ids], labels=[x if x < 0 else 9 for x in s.labels]) for s, *_ in packed]
-    (found,) = pool.run(1, "packed_losses", models(family), packed, others, attention)
+    (found,) = pool.run(1, "packed_losses", models(family), packed, others, attention, "full")
     for alone, inside, swapped in zip(found["alone"], found["packed"], found["swapped"]):
         assert inside == pytest.approx(alone, rel=2e-6)
         assert swapped[1:] == inside[1:] and swapped[0] != inside[0]

@@ -427,7 +427,7 @@ def test_a_run_goes_on(pool, models, tmp_path):
 def test_packing(pool, models):
     """Documents in one row have the losses that they have alone."""
     samples = tiny.samples(4, longest=12)
-    (found,) = pool.run(1, "packed_losses", models("mixtral"), [samples[:2]], [samples[2]], "eager")
+    (found,) = pool.run(1, "packed_losses", models("mixtral"), [samples[:2]], [samples[2]], "eager", "full")
     assert found["packed"][0] == pytest.approx(found["alone"][0], rel=1e-5)
     assert found["swapped"][0][1] == pytest.approx(found["alone"][0][1], rel=1e-5)
 

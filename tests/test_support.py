@@ -19,7 +19,7 @@ def test_flags_are_read_off_parameters_bodies_and_command_lines():
     of_test = {item.flags for item in items("test_trained.test_precisions")}
     assert all({("train_type", "full"), ("freeze", "embed_tokens,layers.0,layers.1.mlp,*input_layernorm*")} <= i for i in of_test)
     assert {dict(i)["precision"] for i in of_test} == set(support_matrix.train.PRECISIONS) - {"fp32"}
-    packed = items("test_evaluation.test_packed_documents_are_alone")  # the type stands in the case that the ranks run
+    packed = items("test_models.test_packed_documents_are_alone")  # the type stands in the body
     assert {dict(item.flags)["train_type"] for item in packed} == {"full"}
 
 
