@@ -32,10 +32,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def forks(*imports: str):
-    """The context for processes that are forks of one with these imports, or with those that came first."""
+def forks():
+    """The context for processes that are forks of one with all imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(imports or IMPORTS))
+    context.set_forkserver_preload(IMPORTS)
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)), OMP_NUM_THREADS="1"):
         forkserver.ensure_running()

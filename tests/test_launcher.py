@@ -1,6 +1,5 @@
 """Launchers of two nodes, here two processes on one machine, with ranks that only look at their variables."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pool import free_port
+from pool import forks, free_port
 from scripts import launcher
 from scripts.flags import UserError
 from scripts.places import Place
@@ -43,8 +42,7 @@ class Pair:
     """Two launchers of two ranks each, of a script that does `action`."""
 
     def __init__(self, folder: Path, action: str, locals=(2, 2), problems=((), ())):
-        self.folder, port, context = folder, free_port(), multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed"])  # once for all these tests
+        self.folder, port, context = folder, free_port(), forks()
         (folder / "rank.py").write_text(RANK.format(action=action))
         self.processes = [
             context.Process(target=launch, args=(folder, port, node, locals[node], problems[node]))
