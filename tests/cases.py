@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -62,10 +63,20 @@ def digest(tensor: torch.Tensor) -> str:
     ).hexdigest()
 
 
-def frozen_digests(model: train.Model) -> dict[str, str]:
-    return {
-        name: digest(p.full_tensor()) for name, p in model.module.named_parameters() if not p.requires_grad
-    }
+class Frozen:
+    """Digests of the whole parameters that are not trained. To gather all of them takes as long as a step: where no
+    rank's shard has changed since it was made, they are those of that time."""
+
+    def __init__(self, model: train.Model, runtime: train.Runtime):
+        self.module, self.runtime = model.module, runtime
+        self.shards, self.digests = self.of(DTensor.to_local), self.of(DTensor.full_tensor)
+
+    def of(self, part) -> dict[str, str]:
+        return {name: digest(part(p)) for name, p in self.module.named_parameters() if not p.requires_grad}
+
+    def now(self) -> dict[str, str]:
+        changed = self.runtime.gather(self.of(DTensor.to_local) != self.shards).any()
+        return self.of(DTensor.full_tensor) if changed else self.digests
 
 
 def steps(training: train.Training, samples: list, count: int):
@@ -101,7 +112,7 @@ def fit(
     samples = [s._replace(labels=[-100] * len(s.ids)) if i in masked else s for i, s in enumerate(samples)]
     torch.manual_seed(0)
     model = train.build(config, Path(folder), runtime)
-    start, frozen = whole(model), frozen_digests(model)
+    start, frozen = whole(model), Frozen(model, runtime)
     training = train.make_training(model, config, runtime, count)
     losses, norms = steps(training, samples, count)
     return dict(
@@ -109,8 +120,8 @@ def fit(
         norms=norms,
         start=start,
         end=whole(model),
-        frozen=frozen,
-        frozen_after=frozen_digests(model),
+        frozen=frozen.digests,
+        frozen_after=frozen.now(),
         facts=model.facts,
         buffers={n: b.clone() for n, b in model.module.named_buffers()},
     )
@@ -254,6 +265,25 @@ def gather(runtime: train.Runtime) -> int:
     total = torch.tensor([runtime.rank])
     dist.all_reduce(total)
     return total.item()
+
+
+def whereabouts(runtime: train.Runtime, another: bool = False) -> tuple[int, str, int]:
+    """Process, process group (by the port of its store), processes of the node. `another`: makes a group."""
+    if another:
+        dist.new_group([0])
+    return os.getpid(), os.environ["MASTER_PORT"], runtime.local_world
+
+
+def in_trouble(runtime: train.Runtime, how: str) -> None:
+    """The last rank is, in a collective with the others."""
+    if runtime.rank < runtime.world - 1:
+        dist.all_reduce(torch.zeros(1))
+    elif how == "raises":
+        raise ZeroDivisionError
+    elif how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "hangs":
+        time.sleep(60)
 
 
 def replace(config: train.Config, **flags) -> train.Config:

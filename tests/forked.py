@@ -32,6 +32,9 @@ class Nursery:
     def start(self, flags: list[str], freezing: bool = False) -> list[int]:
         """Starts a run of two ranks. Returns the process ids of its launcher and its ranks. `freezing`: see there."""
         self.order(freezing, flags=flags)
+        return self.started()
+
+    def started(self) -> list[int]:
         word, *pids = self.process.stdout.readline().split()
         assert word == "start", self.log.read_text()[-3000:]
         return [int(pid) for pid in pids]

@@ -235,8 +235,9 @@ def test_a_hang_is_explained(nursery, flags, tmp_path):
     script.write_text(HANGING)
     argv = flags(tmp_path / "out", "--world_size", "2", "--timeout_minutes", "0.05", "--error_dir", str(errors))
     said, files = tmp_path / "err", [errors / f"rank-0000{rank}.err" for rank in (0, 1)]
-    order = dict(script=str(script), argv=argv, env={}, out=str(tmp_path / "said"), err=str(said))
-    pids = nursery.start(order)
+    order = dict(script=str(script), argv=argv, cwd="/", env={}, out=str(tmp_path / "said"), err=str(said))
+    nursery.order(False, **order)
+    pids = nursery.started()
     os.kill(pids[0], signal.SIGUSR2)  # too early for ranks to answer, and no harm
     rows = tmp_path / "out" / "metrics.jsonl"
     while not gone(pids[0]) and (not rows.exists() or rows.read_text().count("\n") < 2):
@@ -247,7 +248,7 @@ def test_a_hang_is_explained(nursery, flags, tmp_path):
     seen = files[1].read_text().count("in forgotten")
     assert nursery.end(60) == 1 and all_end(pids)
     waited, slept = (file.read_text() for file in files)
-    assert seen >= 1 and slept.count("in forgotten") == seen + 1 and "Traceback" not in slept
+    assert 1 <= seen < slept.count("in forgotten") and "Traceback" not in slept
     assert "in forgotten" in slept.rpartition("Current thread")[2] and waited.count("Traceback") == 1
     assert "most recent call first" in waited.partition("Traceback")[0]
     assert "longer than --timeout_minutes" in waited and "longer than --timeout_minutes" in said.read_text()

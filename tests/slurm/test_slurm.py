@@ -76,12 +76,33 @@ def lab(cluster, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one_machine(cluster, lab) -> dict[int, float]:
+def jobs(cluster, lab) -> dict[str, str]:
+    """Jobs, two of which run at a time: each waits half of the time, for SLURM or for another process."""
+    one = " ".join(lab.flags("one", world_size=4, max_steps=STEPS))
+    hybrid = " ".join(lab.flags("hybrid", sharding_strategy="hybrid_full_shard", save_steps=FEW))
+    own = cluster.folder / "disk" / "model"
+    cluster.run("n1", "cp", "-r", str(lab.model), str(own))
+    wanted = {
+        "one": ["--nodes=2", "--wrap", f"{sys.executable} {ROOT}/train.py {one}"],
+        "two": [lab.script("two", "--nodes=2")],
+        "three": [lab.script("three", "--nodes=3", processes=1, batch_size=4)],
+        "hybrid": ["--nodes=2", "--ntasks-per-node=2"]
+        + ["--wrap", f"srun --ntasks-per-node=2 {sys.executable} {ROOT}/train.py {hybrid}"],
+        "gpus": [lab.script("gpus", "--nodes=2", "--gpus-per-node=2", processes="")],
+        "lacking": [lab.script("lacking", "--nodes=2", model_name=own)],
+        "check": [lab.script("check", "--nodes=2"), "check"],
+    }
+    numbers: dict[str, str] = {}
+    for name, words in wanted.items():
+        before = [f"--dependency=afterany:{number}" for number in list(numbers.values())[-2:-1]]
+        numbers[name] = cluster.submit(*before, f"--output={lab.folder}/{name}.out", *words)
+    return numbers
+
+
+@pytest.fixture(scope="module")
+def one_machine(cluster, lab, jobs) -> dict[int, float]:
     """Losses of four processes on one machine: plain `python train.py` in the shell of a two-node job."""
-    flags = " ".join(lab.flags("one", world_size=4, max_steps=STEPS))
-    command = f"{sys.executable} {ROOT}/train.py {flags}"
-    job = cluster.submit("--nodes=2", f"--output={lab.folder}/one.out", "--wrap", command)
-    assert cluster.wait(job) == "COMPLETED", lab.text("one")
+    assert cluster.wait(jobs["one"]) == "COMPLETED", lab.text("one")
     assert "4 processes on cpu" in lab.text("one")
     found = lab.losses("one")
     assert sorted(found) == list(range(1, STEPS + 1)) and found[STEPS] < 0.7 * found[1]
@@ -92,28 +113,21 @@ def same(found: dict[int, float], wanted: dict[int, float]) -> bool:
     return len(found) > 1 and found == pytest.approx({step: wanted[step] for step in found}, rel=1e-5)
 
 
-def test_two_nodes(cluster, lab, one_machine):
-    job = cluster.submit(lab.script("two", "--nodes=2"))
-    assert cluster.wait(job) == "COMPLETED", lab.text("two")
+def test_two_nodes(cluster, lab, jobs, one_machine):
+    assert cluster.wait(jobs["two"]) == "COMPLETED", lab.text("two")
     assert "4 processes on cpu" in lab.text("two")
     assert same(lab.losses("two"), one_machine) and len(lab.losses("two")) == FEW
 
 
-def test_three_nodes_with_one_process_each(cluster, lab, one_machine):
-    job = cluster.submit(lab.script("three", "--nodes=3", processes=1, batch_size=4))
-    assert cluster.wait(job) == "COMPLETED", lab.text("three")
+def test_three_nodes_with_one_process_each(cluster, lab, jobs, one_machine):
+    assert cluster.wait(jobs["three"]) == "COMPLETED", lab.text("three")
     assert "3 processes on cpu" in lab.text("three") and same(lab.losses("three"), one_machine)
 
 
-def test_hybrid_with_one_task_per_process(cluster, lab, one_machine):
+def test_hybrid_with_one_task_per_process(cluster, lab, jobs, one_machine):
     """Without the script and train.py's launcher. The node is the inner group: ranks of the second node hold
     copies, of which a checkpoint has nothing."""
-    flags = " ".join(lab.flags("hybrid", sharding_strategy="hybrid_full_shard", save_steps=FEW))
-    command = f"srun --ntasks-per-node=2 {sys.executable} {ROOT}/train.py {flags}"
-    job = cluster.submit(
-        "--nodes=2", "--ntasks-per-node=2", f"--output={lab.folder}/hybrid.out", "--wrap", command
-    )
-    assert cluster.wait(job) == "COMPLETED", lab.text("hybrid")
+    assert cluster.wait(jobs["hybrid"]) == "COMPLETED", lab.text("hybrid")
     assert "4 processes on cpu, hybrid_full_shard" in lab.text("hybrid")
     assert same(lab.losses("hybrid"), one_machine)
     files = sorted((lab.folder / "hybrid" / f"checkpoint-{FEW}").glob("*.safetensors"))
@@ -139,26 +153,23 @@ def test_torchrun_without_slurm(cluster, lab, one_machine):
     assert same(lab.losses("torchrun"), one_machine)
 
 
-def test_granted_gpus_that_are_not_there(cluster, lab):
-    job = cluster.submit(lab.script("gpus", "--nodes=2", "--gpus-per-node=2", processes=""))
+def test_granted_gpus_that_are_not_there(cluster, lab, jobs):
+    job = jobs["gpus"]
     assert cluster.wait(job) == "FAILED" and cluster.job(job)["ExitCode"] == "2:0", lab.text("gpus")
     for node in ("n1", "n2"):
         assert f"{node}: SLURM granted 2 GPU(s) (SLURM_GPUS_ON_NODE), but torch sees none" in lab.text("gpus")
     assert "CUDA_VISIBLE_DEVICES=0,1" in lab.text("gpus") and "Traceback" not in lab.text("gpus")
 
 
-def test_a_node_that_lacks_the_model_is_named(cluster, lab):
-    own = cluster.folder / "disk" / "model"
-    cluster.run("n1", "cp", "-r", str(lab.model), str(own))
-    job = cluster.submit(lab.script("lacking", "--nodes=2", model_name=own))
+def test_a_node_that_lacks_the_model_is_named(cluster, lab, jobs):
+    job, own = jobs["lacking"], cluster.folder / "disk" / "model"
     assert cluster.wait(job) == "FAILED" and cluster.job(job)["ExitCode"] == "2:0", lab.text("lacking")
     assert f"n2: --model_name {own}: no such folder" in lab.text("lacking")
     assert "n1: --model" not in lab.text("lacking") and "Traceback" not in lab.text("lacking")
 
 
-def test_launch_check(cluster, lab):
-    job = cluster.submit(lab.script("check", "--nodes=2"), "check")
-    assert cluster.wait(job) == "COMPLETED", lab.text("check")
+def test_launch_check(cluster, lab, jobs):
+    assert cluster.wait(jobs["check"]) == "COMPLETED", lab.text("check")
     for line in ("rank 0  n1", "rank 3  n2", "inside n1: all-gather", "inside n2", "all 4 ranks: all-gather"):
         assert line in lab.text("check")
     assert "all ranks see the same" in lab.text("check") or "DIFFERENT\nn" in lab.text("check")
