@@ -247,7 +247,8 @@ def wait(ranks: Ranks, nodes: Nodes, asked: list[int]) -> int:
     first = failed is not None and nodes.end(result)
     if ranks.logs and not stopped and code != 2:
         ranks.signal(signal.SIGUSR2)  # the file of each ends in where it stood
-    ranks.end(30 if stopped or asked else 0.5)
+    # A rank that a signal ended did not train yet; others may wait for it where they take no signal.
+    ranks.end(30 if code >= 0 and (stopped or asked) else 0.5)
     if first and lost:
         print(f"train.py: error: lost {', '.join(lost)}; --resume auto goes on from the last checkpoint",
               file=sys.stderr)
