@@ -400,11 +400,16 @@ def introduce(config, facts: dict, folder: Path, held, runtime, total: int) -> N
                f"{each * more * runtime.world} examples ({parts})")
     say("output", config.output_dir)
     if changed := changed_flags(config):
-        say("flags", " ".join(flag.replace(" ", TOGETHER) for flag in changed))
+        say("flags", kept_together(changed))
     for text in cautions(config, facts, folder, max(held.lengths)):
         say("note", text)
     if config.verbose:
         show_structure(facts)
+
+
+def kept_together(parts: list[str]) -> str:
+    """In one line that `say` folds between the parts only."""
+    return " ".join(part.replace(" ", TOGETHER) for part in parts)
 
 
 def changed_flags(config) -> list[str]:

@@ -523,7 +523,7 @@ def test_flags_that_are_not_defaults_can_be_typed_again():
 def test_a_flag_and_its_value_are_not_folded_apart(capsys, monkeypatch):
     monkeypatch.setattr(logs.sys.stdout, "isatty", lambda: True, raising=False)
     flags = [f"--flag_{i} {'x' * i}" for i in range(1, 24)]
-    logs.say("flags", " ".join(flag.replace(" ", logs.TOGETHER) for flag in flags))
+    logs.say("flags", logs.kept_together(flags))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 3 and max(map(len, lines)) <= 80 and all(line[8:].startswith("--") for line in lines)
     assert " ".join(line[8:] for line in lines).split() == " ".join(flags).split()
