@@ -272,8 +272,9 @@ def launch(script: str, argv: list[str], place: Place, problems=(), error_dir: s
         asked.append(number)
         if ranks:
             ranks.signal(INTERRUPT if number == signal.SIGINT else number)
-        os.write(2, f"\n{name_of(number)}: stopping; a step that has begun is ended and saved (a Ctrl-C now "
-                    "stops at once)\n".encode())  # print is not safe inside a handler
+        if place.node == 0:
+            os.write(2, f"\n{name_of(number)}: stopping; a step that has begun is ended and saved (a Ctrl-C "
+                        "now stops at once)\n".encode())  # print is not safe inside a handler
     handle(pass_on)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # ranks inherit that, until they can answer it
     nodes = Nodes(place)

@@ -98,13 +98,14 @@ def test_problems_of_all_nodes_are_told_by_the_first(tmp_path, locals, problems,
 
 @pytest.mark.parametrize("action, saved", [("signal.signal(signal.SIGUSR1, save)", 4), ("pass", 0)])
 def test_stopped_by_a_signal(tmp_path, action, saved):
-    """Also before the ranks take signals. Nobody is ended while it saves."""
+    """Also before the ranks take signals. Nobody is ended while it saves; the first node says so, once."""
     pair = Pair(tmp_path, action)
     pair.ready()
     for process in pair.processes:
         os.kill(process.pid, signal.SIGUSR1)
-    codes, _, errors = pair.end()
-    assert codes == [75, 75] and errors == ["", ""]
+    codes, _, (first, second) = pair.end()
+    assert codes == [75, 75] and second == ""
+    assert first.startswith("\nSIGUSR1: stopping; ") and first.count("\n") == 2
     assert len(list(tmp_path.glob("saved-*"))) == saved
 
 
