@@ -55,6 +55,7 @@ class Forked:
                 signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, launcher.SIGNALS)
         if self.pid == 0:
+            torch.set_num_threads(1)  # renews torch's thread pool; two threads at once, as first users, find none
             keep_stores()
             os.setsid()
             for number, file in ((1, rest["stdout"]), (2, rest["stderr"])):
@@ -97,6 +98,7 @@ def command(script: str, argv: list[str], cwd: str, env: dict[str, str], out: st
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ.update(env)
     os.chdir(cwd)
+    torch.set_num_threads(1)  # as in Forked
     try:
         code = called(script, *argv)
     except SystemExit as ended:
