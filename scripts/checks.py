@@ -92,6 +92,10 @@ def optimisation(config) -> list[str]:
     for flag, default in (("use_rslora", False), ("loraplus_lr_ratio", 1.0)):
         if getattr(config, flag) != default and not kind.adapter:
             problems.append(f"--{flag} goes with an adapter train type, not with {name}")
+    made = getattr(optim.OPTIMIZERS.get(config.optimizer), "func", None)
+    if made is optim.LocalOptimizer and importlib.util.find_spec("bitsandbytes") is None:
+        problems.append(f"--optimizer {config.optimizer} needs the package bitsandbytes: pip install "
+                        "bitsandbytes")
     return problems + (in_backward(config) if config.optim_in_backward else [])
 
 

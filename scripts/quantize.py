@@ -39,14 +39,12 @@ def load_bitsandbytes():
 
 @functools.cache
 def dynamic_map(device: torch.device) -> torch.Tensor:
-    from bitsandbytes.functional import create_dynamic_map
-    return create_dynamic_map().to(device)
+    return load_bitsandbytes().functional.create_dynamic_map().to(device)
 
 
 @functools.cache
 def linear_map(device: torch.device) -> torch.Tensor:
-    from bitsandbytes.functional import create_linear_map
-    return create_linear_map(signed=True, total_bits=8).to(device)
+    return load_bitsandbytes().functional.create_linear_map(signed=True, total_bits=8).to(device)
 
 
 @functools.cache
@@ -54,8 +52,7 @@ def nf4_bins() -> tuple[torch.Tensor, torch.Tensor]:
     """For each x in [-1, 1], int(32 x + 32) picks a bin: the bin's lowest code (uint8), and the limit above
     which x has the next one (fp32). Limits are midpoints of codes, and no bin holds two; rounding is
     monotone, so neither it nor a bin's edges can give a wrong code."""
-    from bitsandbytes.functional import get_4bit_type
-    code = get_4bit_type("nf4", device="cpu")
+    code = load_bitsandbytes().functional.get_4bit_type("nf4", device="cpu")
     limits = (code[:-1] + code[1:]) / 2
     held, bins = (limits * 32 + 32).int(), torch.arange(65)[:, None]
     above = torch.full((65,), math.inf)

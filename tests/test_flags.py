@@ -154,6 +154,14 @@ def test_a_missing_package_is_named_for_every_type_that_needs_it(monkeypatch, pa
             quick(*flags)
 
 
+@pytest.mark.parametrize("optimizer", train.optim.OPTIMIZERS)
+def test_a_missing_package_is_named_for_every_optimizer_that_needs_it(monkeypatch, optimizer):
+    monkeypatch.setattr(train.checks.importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else name)
+    config = train.Config(train_type="full", optimizer=optimizer)
+    needed = f"--optimizer {optimizer} needs the package bitsandbytes: pip install bitsandbytes"
+    assert (needed in train.checks.among(config)) == any(part in optimizer for part in ("8bit", "paged", "lion"))
+
+
 def test_names_of_others_lead_to_flags_that_there_are():
     names = {spec.name for spec in dataclasses.fields(Config)}
     assert set(ELSEWHERE.values()) <= names and not names & set(ELSEWHERE)

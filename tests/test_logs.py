@@ -520,6 +520,15 @@ def test_flags_that_are_not_defaults_can_be_typed_again():
     assert logs.changed_flags(train.Config()) == []
 
 
+def test_a_run_that_went_on_elsewhere_from_its_last_step_has_a_summary(tmp_path, capsys):
+    metrics = begin(tmp_path, total=6, done=6)
+    found = metrics.summary(0.5)
+    metrics.close()
+    assert found["steps"] == 0 and found["resumed_at"] == 6 and "loss_last" not in found
+    logs.finish(train.Config(output_dir=str(tmp_path)), found)
+    assert "no step was left to make" in capsys.readouterr().out
+
+
 def test_a_flag_and_its_value_are_not_folded_apart(capsys, monkeypatch):
     monkeypatch.setattr(logs.sys.stdout, "isatty", lambda: True, raising=False)
     flags = [f"--flag_{i} {'x' * i}" for i in range(1, 24)]

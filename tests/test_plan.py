@@ -314,3 +314,6 @@ def test_a_run_looks_at_its_memory(planner, models):
     assert said.startswith("warning: memory is tight") and not error
     assert planner("room", folder, needed - 1, flags | dict(force=True))[1] == ""
     assert planner("room", folder, 2 * needed, flags) == ("", "")
+    stepped = flags | dict(optim_in_backward=True, apply_gradient_clipping=False)  # never has all gradients
+    assert not planner("room", folder, needed - parameters, stepped)[1]
+    assert planner("room", folder, needed - parameters - 1, stepped)[1]
